@@ -1,0 +1,163 @@
+"""Hugging Face directories <-> shards, streamed: a rank reads only its slices, one tensor at a time.
+
+Everything that can be wrong with a directory is found from its headers, before a weight is read. A file is mapped
+anew for each tensor: the pages of a mapping count as this process's memory until it is closed.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ladder.config import ModelConfig, read_json
+from ladder.errors import LadderError
+from ladder.layers.shard import Shard
+from ladder.model import Decoder
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# safetensors' names of the types whose values convert to the model's without meaning more than themselves
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """`whole[index]` of the tensor `name`, which has that shape as a whole."""
+        ...
+
+
+class Random:
+    """Normal weights of deviation 0.02 (norms: about one), the same for every TP degree. For tests, demos and benchmarks."""
+
+    def __init__(self, seed: int = 0, deviation: float = 0.02) -> None:
+        self.seed = seed
+        self.deviation = deviation
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
+        whole = torch.randn(shape, generator=generator) * self.deviation
+        return (whole + 1 if name.endswith("norm.weight") else whole)[index]
+
+
+class Directory:
+    """A directory with config.json and one or many safetensors files. Opening it checks the files' headers."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = ModelConfig.from_directory(self.path)
+        self.files = self._files()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._types: dict[str, str] = {}
+        for file in dict.fromkeys(self.files.values()):
+            self._read_header(file)
+
+    def _files(self) -> dict[str, Path]:
+        """Tensor name -> file."""
+        single, index = self.path / SINGLE, self.path / INDEX
+        if single.exists():
+            return dict.fromkeys(_names(single), single)
+        if not index.exists():
+            raise LadderError(f"{self.path} has neither {SINGLE} nor {INDEX}: only safetensors weights are read")
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise LadderError(f"{index} has no 'weight_map'")
+        return {name: self.path / file for name, file in table.items()}
+
+    def _read_header(self, file: Path) -> None:
+        present = set(_names(file))
+        with safe_open(file, framework="pt") as opened:
+            for name in (name for name, at in self.files.items() if at == file):
+                if name not in present:
+                    raise LadderError(f"{file} lacks the tensor {name!r} that {INDEX} places there")
+                entry = opened.get_slice(name)
+                self._shapes[name], self._types[name] = tuple(entry.get_shape()), entry.get_dtype()
+
+    def check(self, shards: Iterator[Shard]) -> None:
+        """Refuse a directory whose tensors do not fit, before any is read."""
+        for shard in shards:
+            if shard.name not in self._shapes:
+                raise LadderError(f"{self.path} lacks the tensor {shard.name!r} that its config.json calls for")
+            if self._shapes[shard.name] != shard.shape:
+                found, needed = list(self._shapes[shard.name]), list(shard.shape)
+                raise LadderError(f"{self.path}: {shard.name!r} has shape {found}, its config.json calls for {needed}")
+            if self._types[shard.name] not in _FLOATS:
+                kind = self._types[shard.name]
+                raise LadderError(f"{self.path}: {shard.name!r} has type {kind}, which is not a plain float")
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """A view of the mapped file; the mapping lives as long as the view."""
+        with safe_open(self.files[name], framework="pt") as opened:
+            piece: Tensor = opened.get_slice(name)[index]
+            return piece
+
+
+def load(
+    model: Decoder, source: Source, check: bool = False, progress: Callable[[int], None] | None = None
+) -> Decoder:
+    """Fill every shard of `model`. `check` refuses weights that are not finite; `progress` is told the bytes filled."""
+    for shard in model.shards():
+        piece = source.read(shard.name, shard.shape, shard.index)
+        if check and not bool(piece.isfinite().all()):
+            raise LadderError(f"the tensor {shard.name!r} holds values that are not finite (NaN or infinity)")
+        shard.target.copy_(piece)
+        del piece  # closes the mapping before the next one is opened
+        if progress is not None:
+            progress(shard.target.numel() * shard.target.element_size())
+    return model
+
+
+def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> None:
+    """Write a Hugging Face directory: config.json and files of at most `file_bytes` (but at least one tensor) each.
+
+    Each file appears under its name only when it is whole, config.json last.
+    """
+    if model.comm.size != 1:
+        raise LadderError(f"saving needs the whole model on one rank, this is one of {model.comm.size}")
+    path = Path(path)
+    if path.is_dir() and any(path.glob("*.safetensors*")):
+        raise LadderError(f"{path} already holds weights: choose another directory")
+    path.mkdir(parents=True, exist_ok=True)
+    groups: list[dict[str, Tensor]] = [{}]
+    room = file_bytes
+    for shard in model.shards():
+        size = shard.target.numel() * shard.target.element_size()
+        if size > room and groups[-1]:
+            groups.append({})
+            room = file_bytes
+        groups[-1][shard.name] = shard.target
+        room -= size
+    table: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        table |= dict.fromkeys(group, file)
+        save_file(group, path / f"{file}.partial", metadata={"format": "pt"})
+        os.replace(path / f"{file}.partial", path / file)
+    if len(groups) > 1:
+        total = sum(t.numel() * t.element_size() for group in groups for t in group.values())
+        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
+    _write_json(path / "config.json", model.config.to_hf())
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except FileNotFoundError:
+        raise LadderError(f"no such file: {file}") from None
+    except (SafetensorError, OSError) as error:
+        raise LadderError(f"{file} is truncated or corrupted: {error}") from None
+
+
+def _write_json(path: Path, content: object) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,54 @@
+"""The protocol every communicator keeps, and the communicator of a single rank."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """A sum on the wire."""
+
+    def wait(self) -> Tensor:
+        """The sum, once it has arrived. Called exactly once."""
+        ...
+
+
+class Comm(Protocol):
+    """One rank's end of the wire. All ranks make the same calls in the same order."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        """Start summing `x` over the ranks. `x` belongs to the communicator from here on; it may be overwritten."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The ranks' `x`, all of one shape, joined in rank order along the last dimension."""
+        ...
+
+
+class Arrived:
+    """A sum that needed no journey."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def wait(self) -> Tensor:
+        return self._x
+
+
+class Solo:
+    """One rank: every sum is already complete."""
+
+    size = 1
+    rank = 0
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        return Arrived(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x

@@ -1,0 +1,39 @@
+"""torch.distributed as the wire: gloo between CPU processes, NCCL between GPUs."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder.comm.base import Pending
+
+
+class Distributed:
+    """The ranks of a process group (by default: of the whole world), which the caller has set up."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        x = x.contiguous()
+        work = dist.all_reduce(x, group=self._group, async_op=True)
+        assert work is not None  # async_op always returns one to a member of the group
+        return _Sum(x, work)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        joined = x.new_empty(self.size * x.numel())
+        dist.all_gather_into_tensor(joined, x.contiguous().view(-1), group=self._group)
+        return torch.cat(joined.view(self.size, *x.shape).unbind(0), dim=-1)
+
+
+class _Sum:
+    """Keeps the buffer alive while it travels."""
+
+    def __init__(self, x: Tensor, work: dist.Work) -> None:
+        self._x = x
+        self._work = work
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._x

@@ -1,0 +1,125 @@
+"""R ranks inside one process, one thread each: any TP degree on any machine, exact and without a process group.
+
+Sums are taken in rank order, so all ranks see the same bits, and they are ordinary tensor operations, so gradients
+flow through them.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ladder.comm.base import Comm, Pending
+
+T = TypeVar("T")
+
+
+class RankFailed(RuntimeError):
+    """Raised in the ranks that wait for one that failed; never reaches the caller of `World.run`."""
+
+
+class World:
+    """The meeting place of `size` emulated ranks. `run` calls a function once per rank, all at the same time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="rank")
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._failed = False
+        # messages[i] is the i-th exchange: what each rank brought, and how many ranks have taken the result away
+        self._messages: dict[int, dict[int, Tensor]] = {}
+        self._taken: dict[int, int] = {}
+
+    def run(self, work: Callable[[Comm], T]) -> list[T]:
+        """`work(comm)` on every rank; the results in rank order. The first failure ends all ranks and is raised."""
+        self._reset()
+        ranks = [Emulated(self, rank) for rank in range(self.size)]
+        futures = [self._threads.submit(self._guarded, work, rank) for rank in ranks]
+        try:
+            errors = [error for future in futures if (error := future.exception())]
+        except BaseException:  # Ctrl-C while waiting: release the ranks before leaving
+            self._fail()
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, RankFailed)), errors[0])
+        return [future.result() for future in futures]
+
+    def _guarded(self, work: Callable[[Comm], T], comm: "Emulated") -> T:
+        try:
+            return work(comm)
+        except BaseException:
+            self._fail()
+            raise
+
+    def _fail(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+    def put(self, ticket: int, rank: int, x: Tensor) -> None:
+        """Bring this rank's part of exchange number `ticket`."""
+        with self._changed:
+            self._messages.setdefault(ticket, {})[rank] = x
+            self._changed.notify_all()
+
+    def take(self, ticket: int) -> list[Tensor]:
+        """Every rank's part of that exchange, in rank order, once all have brought theirs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or len(self._messages.get(ticket, ())) == self.size)
+            if self._failed:
+                raise RankFailed("another rank failed")
+            parts = self._messages[ticket]
+            self._taken[ticket] = self._taken.get(ticket, 0) + 1
+            if self._taken[ticket] == self.size:
+                del self._messages[ticket], self._taken[ticket]
+            return [parts[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        self._fail()
+        self._threads.shutdown()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Emulated:
+    """One emulated rank's communicator."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world = world
+        self._next = 0
+        self.rank = rank
+        self.size = world.size
+
+    def _send(self, x: Tensor) -> int:
+        ticket, self._next = self._next, self._next + 1
+        self._world.put(ticket, self.rank, x)
+        return ticket
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        return _EmulatedSum(self._world, self._send(x))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._world.take(self._send(x)), dim=-1)
+
+
+class _EmulatedSum:
+    def __init__(self, world: World, ticket: int) -> None:
+        self._world = world
+        self._ticket = ticket
+
+    def wait(self) -> Tensor:
+        first, *others = self._world.take(self._ticket)
+        for other in others:
+            first = first + other
+        return first

@@ -1,0 +1,56 @@
+"""Links: how long an all-reduce takes, time = alpha + bytes / beta. No torch here.
+
+The table's figures are fitted, +-25%, to all-reduce timings reported in public vLLM, SGLang, FlashInfer and NCCL issue
+threads and NCCL benchmark repositories.
+"""
+
+import re
+from dataclasses import dataclass
+
+from ladder.errors import LadderError
+
+
+@dataclass(frozen=True)
+class Link:
+    """alpha in seconds, beta in bytes of message per second."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: int) -> float:
+        """The time a message of `size` bytes travels."""
+        return self.alpha + size / self.beta
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """A name from the table, or `alpha,beta` as in `50us,10GB/s`."""
+        if text in LINKS:
+            return LINKS[text]
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s),(\d+(?:\.\d+)?)([KMG])B/s", text.replace(" ", ""))
+        if not match or float(match[3]) == 0:
+            known = ", ".join(LINKS)
+            raise LadderError(f"unknown link {text!r}: write alpha,beta as in '50us,10GB/s', or one of {known}")
+        return cls(float(match[1]) * _SECONDS[match[2]], float(match[3]) * _BYTES[match[4]])
+
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_BYTES = {"K": 1e3, "M": 1e6, "G": 1e9}
+
+
+def _link(alpha_us: float, beta_gb: float) -> Link:
+    return Link(alpha_us * 1e-6, beta_gb * 1e9)
+
+
+LINKS: dict[str, Link] = {
+    "nvlink_fused": _link(5, 250),  # 8 GPUs, NVSwitch, all-reduce fused with RMSNorm (FlashInfer class)
+    "nvlink_oneshot": _link(8, 70),  # 8 GPUs, NVSwitch, one-shot custom all-reduce, messages up to 1 MB
+    "nvlink_multimem": _link(9, 210),  # 8 GPUs, NVSwitch multicast, larger messages
+    "nvlink_nccl_graph": _link(13, 140),  # 8 GPUs, NVSwitch, NCCL inside a CUDA graph
+    "nvlink_nccl": _link(24, 250),  # 8 GPUs, NVSwitch, NCCL as in the paper's baseline
+    "pcie_p2p_nccl": _link(20, 6),  # 4 GPUs behind one PCIe switch, NCCL
+    "pcie_shm_tp2": _link(20, 6),  # 2 GPUs, peer-to-peer disabled, through host memory
+    "pcie_shm_tp4": _link(26, 6),  # 4 GPUs, peer-to-peer disabled
+    "pcie_shm_tp8": _link(62, 6),  # 8 GPUs, peer-to-peer disabled, as in the paper's P2P=0
+    "ib_2node_nccl": _link(46, 14),  # 2 nodes x 8 GPUs, InfiniBand, NCCL
+    "ib_2node_tuned": _link(20, 25),  # 2 nodes x 8 GPUs, one-shot RDMA class
+}

@@ -1,0 +1,333 @@
+"""What a model is: its dimensions, its family's habits, and its wiring. From and to Hugging Face's config.json.
+
+A size or a family is a row in a table at the end of this file.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ladder.errors import LadderError
+from ladder.wiring import Wiring
+
+# A directory that carries a wiring has this model_type, so that software that knows no wirings refuses it.
+WIRED_MODEL_TYPE = "ladder"
+WIRED_ARCHITECTURE = "LadderForCausalLM"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: base, and how its frequencies are stretched for longer contexts."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # default, linear, llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3 only, like the next two
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], context: int) -> "Rope":
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+        keys = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        theta = float(keys.get("rope_theta", raw.get("rope_theta", cls.theta)))
+        kind = keys.get("rope_type", keys.get("type", "default"))
+        if kind == "default":
+            return cls(theta)
+        if kind == "linear":
+            return cls(theta, kind, float(_need(keys, "factor")))
+        if kind == "llama3":
+            factor, low, high = (float(_need(keys, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+            return cls(theta, kind, factor, low, high, int(keys.get("original_max_position_embeddings", context)))
+        raise LadderError(f"rotary scaling {kind!r} is not supported: known are default, linear, llama3")
+
+    def to_hf(self) -> dict[str, Any]:
+        keys: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
+        if self.kind != "default":
+            keys["factor"] = self.factor
+        if self.kind == "llama3":
+            keys |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+            keys["original_max_position_embeddings"] = self.original_context
+        return keys
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model_type implies beyond its dimensions; `None` for a bias: config.json decides."""
+
+    architecture: str
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    windows: str = "none"  # none; all: every layer has the window; listed: layer_types or max_window_layers say which
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, where config.json is silent
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder. Built by name (`named`), from a directory (`from_directory`) or by hand."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    family: str = "llama"
+    head_dim: int = 0  # 0: hidden / heads
+    context: int = 4096
+    norm_eps: float = 1e-5
+    rope: Rope = Rope()
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: none has one
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    dtype: str = "float32"
+    wiring: Wiring = Wiring(())  # empty: standard
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "context"):
+            if getattr(self, name) < 1:
+                raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.family not in FAMILIES:
+            raise LadderError(f"unknown model family {self.family!r}: known are {', '.join(FAMILIES)}")
+        if self.heads % self.kv_heads:
+            raise LadderError(f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly")
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise LadderError(f"hidden size {self.hidden} is not a multiple of {self.heads} heads")
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.head_dim % 2:
+            raise LadderError(f"head size {self.head_dim} is odd; rotary embedding needs pairs")
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.layers)
+        if not self.wiring.layers:
+            object.__setattr__(self, "wiring", Wiring(("standard",) * self.layers))
+        for name, length in (("wiring", len(self.wiring.layers)), ("windows", len(self.windows))):
+            if length != self.layers:
+                raise LadderError(f"{name} is for {length} layers, the model has {self.layers}")
+
+    @property
+    def qk_norm(self) -> bool:
+        return FAMILIES[self.family].qk_norm
+
+    def rewired(self, pattern: str) -> "ModelConfig":
+        """The same model with another wiring, given as text."""
+        return replace(self, wiring=Wiring.parse(pattern, self.layers))
+
+    def degrees(self) -> list[int]:
+        """The numbers of ranks this model can be shared by."""
+        return [size for size in range(1, self.heads + 1) if self._fits(size)]
+
+    def _fits(self, size: int) -> bool:
+        # fewer key/value heads than ranks: each is replicated, so the ranks must share them evenly
+        kv = self.kv_heads % size == 0 or size % self.kv_heads == 0
+        return kv and self.heads % size == 0 and self.ffn % size == 0
+
+    def check_degree(self, size: int) -> None:
+        """Refuse a number of ranks that cannot share this model."""
+        if size < 1 or not self._fits(size):
+            what = f"{self.heads} heads, {self.kv_heads} key/value heads and ffn {self.ffn}"
+            works = ", ".join(str(n) for n in self.degrees())
+            raise LadderError(f"{size} ranks cannot share {what} evenly: the degrees that work are {works}")
+
+    @classmethod
+    def named(cls, size: str) -> "ModelConfig":
+        if size not in SIZES:
+            raise LadderError(f"unknown size {size!r}: known are {', '.join(SIZES)}")
+        return SIZES[size]
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ModelConfig":
+        """Read config.json; end-of-text ids come from generation_config.json where there is one."""
+        if not directory.is_dir():
+            raise LadderError(f"no such model directory: {directory}")
+        raw = read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
+            raw["eos_token_id"] = eos
+        try:
+            return cls.from_hf(raw)
+        except LadderError as error:
+            raise LadderError(f"{directory / 'config.json'}: {error}") from None
+        except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
+            raise LadderError(f"{directory / 'config.json'}: a value has the wrong type ({error})") from None
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """A config.json's content, ours or a plain one."""
+        model_type = raw.get("model_type")
+        name = raw.get("base_model_type") if model_type == WIRED_MODEL_TYPE else model_type
+        if name not in FAMILIES:
+            raise LadderError(f"unknown model family {name!r}: known are {', '.join(FAMILIES)}")
+        family = FAMILIES[name]
+        raw = {**family.defaults, **raw}
+        if raw.get("quantization_config"):
+            raise LadderError("quantized weights are not supported: save the model in bfloat16 or float32 first")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise LadderError(f"activation {raw['hidden_act']!r} is not supported: only silu is")
+        layers, heads = int(_need(raw, "num_hidden_layers")), int(_need(raw, "num_attention_heads"))
+        context = int(_need(raw, "max_position_embeddings"))
+        attention_bias = bool(raw.get("attention_bias", False))
+        return cls(
+            family=name,
+            hidden=int(_need(raw, "hidden_size")),
+            layers=layers,
+            heads=heads,
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            ffn=int(_need(raw, "intermediate_size")),
+            vocab=int(_need(raw, "vocab_size")),
+            head_dim=int(raw.get("head_dim") or 0),
+            context=context,
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=Rope.from_hf(raw, context),
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=attention_bias if family.o_bias is None else family.o_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
+            windows=_windows(raw, family, layers),
+            bos=raw.get("bos_token_id"),
+            eos=_ids(raw.get("eos_token_id")),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            wiring=_wiring(raw, layers),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json's content: plain for the standard wiring, else one that only software with wirings reads."""
+        family = FAMILIES[self.family]
+        raw: dict[str, Any] = {
+            "architectures": [family.architecture],
+            "model_type": self.family,
+            "bos_token_id": self.bos,
+            "dtype": self.dtype,
+            "eos_token_id": list(self.eos) if len(self.eos) != 1 else self.eos[0],
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "max_position_embeddings": self.context,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": self.rope.to_hf(),
+            "tie_word_embeddings": self.tied,
+            "vocab_size": self.vocab,
+        }
+        if not self.eos:
+            raw["eos_token_id"] = None
+        if family.qkv_bias is None:
+            raw["attention_bias"] = self.qkv_bias
+        if family.mlp_bias is None:
+            raw["mlp_bias"] = self.mlp_bias
+        if family.windows != "none":
+            raw["sliding_window"] = next((window for window in self.windows if window is not None), None)
+        if family.windows == "listed":
+            raw["use_sliding_window"] = raw["sliding_window"] is not None
+            raw["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
+        if not self.wiring.is_standard:
+            raw |= {"architectures": [WIRED_ARCHITECTURE], "model_type": WIRED_MODEL_TYPE}
+            raw |= {"base_model_type": self.family, "wiring": str(self.wiring)}
+        return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or one sentence that says why not."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LadderError(f"no such file: {path}") from None
+    except (OSError, ValueError) as error:
+        raise LadderError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise LadderError(f"{path} is not a JSON object")
+    return raw
+
+
+def _need(raw: Mapping[str, Any], key: str) -> Any:
+    if raw.get(key) is None:
+        raise LadderError(f"the key {key!r} is missing")
+    return raw[key]
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if window is None or family.windows == "none":
+        return ()
+    if family.windows == "all":
+        return (int(window),) * layers
+    if not raw.get("use_sliding_window", False):
+        return ()
+    if types := raw.get("layer_types"):
+        return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+    first = int(raw["max_window_layers"])
+    return tuple(int(window) if layer >= first else None for layer in range(layers))
+
+
+def _wiring(raw: Mapping[str, Any], layers: int) -> Wiring:
+    text, paper = raw.get("wiring"), raw.get("ladder_layers")
+    if text is not None and paper is not None:
+        raise LadderError("both 'wiring' and 'ladder_layers' are given: keep one")
+    if text is not None:
+        return Wiring.parse(str(text), layers)
+    if raw.get("model_type") == WIRED_MODEL_TYPE and paper is None:
+        raise LadderError(f"model_type {WIRED_MODEL_TYPE!r} needs the key 'wiring'")
+    return Wiring.from_ladder_layers(paper, layers)
+
+
+_QWEN = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_MISTRAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", defaults={"max_position_embeddings": 2048}),
+    "mistral": Family("MistralForCausalLM", False, False, False, windows="all", defaults=_MISTRAL),
+    "qwen2": Family("Qwen2ForCausalLM", True, False, False, windows="listed", defaults=_QWEN),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, windows="listed", defaults={**_QWEN, "head_dim": 128}
+    ),
+}
+
+_LLAMA_3 = {"vocab": 128_256, "context": 8192, "rope": Rope(500_000.0)}
+_LLAMA_31 = _LLAMA_3 | {"context": 131_072, "rope": Rope(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)}
+_LLAMA_32 = _LLAMA_31 | {"rope": Rope(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192), "tied": True}
+_PAPER = {"vocab": 49_152, "context": 2048, "dtype": "bfloat16"}
+
+
+def _size(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> ModelConfig:
+    return ModelConfig(hidden, layers, heads, kv_heads, ffn, **{"dtype": "bfloat16", **rest})
+
+
+SIZES: dict[str, ModelConfig] = {
+    # the paper's from-scratch models, and its larger ladder models of equal speed
+    "1B": _size(1536, 40, 24, 24, 4096, **_PAPER),
+    "1.5B": _size(1536, 52, 24, 24, 4096, **_PAPER),
+    "3B": _size(2304, 40, 36, 36, 9216, **_PAPER),
+    "4.5B": _size(2304, 52, 36, 36, 9216, **_PAPER),
+    # the same where 8 ranks must divide the heads
+    "3B-32h": _size(2304, 40, 32, 32, 9216, **_PAPER),
+    "4.5B-32h": _size(2304, 52, 32, 32, 9216, **_PAPER),
+    # the paper's benchmark sizes
+    "llama-3-8b": _size(4096, 32, 32, 8, 14_336, **_LLAMA_3),
+    "34B": _size(8192, 48, 64, 8, 22_016, vocab=32_000, context=16_384, rope=Rope(1e6)),  # CodeLlama-34B
+    "llama-3-70b": _size(8192, 80, 64, 8, 28_672, **_LLAMA_3),
+    "176B": _size(14_336, 70, 112, 112, 57_344, vocab=250_880, context=2048),  # BLOOM's dimensions, this architecture
+    "llama-3.1-405b": _size(16_384, 126, 128, 8, 53_248, **_LLAMA_31),
+    # small ones people have
+    "llama-3.2-1b": _size(2048, 16, 32, 8, 8192, **_LLAMA_32),
+    "llama-3.2-3b": _size(3072, 28, 24, 8, 8192, **_LLAMA_32),
+    "smollm2-135m": _size(576, 30, 9, 3, 1536, vocab=49_152, context=8192, rope=Rope(1e5), tied=True),
+    # for tests and the demo: shards over 8 ranks, with its 4 key/value heads replicated
+    "tiny": ModelConfig(64, 4, 8, 4, 128, vocab=320, context=512),
+}

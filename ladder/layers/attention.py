@@ -1,0 +1,100 @@
+"""Grouped-query attention over this rank's heads, with a cache of the keys and values seen so far."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ladder.comm.base import Comm
+from ladder.config import ModelConfig
+from ladder.layers.linear import QKVLinear, RowLinear
+from ladder.layers.norm import RMSNorm
+from ladder.layers.rope import angles, rotate
+
+
+class KVCache:
+    """Keys and values of a batch, one line per request: [batch, capacity, kv_heads of this rank, head_dim] per layer.
+
+    `lengths` says how much of each line is valid. Whatever lies beyond may be anything: a token sees only positions up to
+    its own, and those have been written by the time it looks.
+    """
+
+    def __init__(
+        self, config: ModelConfig, size: int, batch: int, capacity: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        shape = (batch, capacity, max(1, config.kv_heads // size), config.head_dim)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+        self.lengths = [0] * batch
+        self.capacity = capacity
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """`counts[i]` more tokens of line i are valid."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens of one forward pass stand: made once, used by all layers."""
+
+    positions: Tensor  # [batch, tokens]
+    lines: Tensor  # [batch, 1], the cache lines' numbers
+    seen: int  # how many positions of the cache the furthest token can see
+    cos: Tensor  # [batch, tokens, 1, head_dim], like sin
+    sin: Tensor
+    masks: dict[int | None, Tensor]  # window -> [batch, 1, tokens, seen], true where a token may look
+
+    @classmethod
+    def of(
+        cls, shape: torch.Size, cache: KVCache | None, config: ModelConfig, frequencies: Tensor, dtype: torch.dtype
+    ) -> "Place":
+        """For `shape` = [batch, tokens] tokens that follow what the cache holds."""
+        batch, tokens = shape
+        device = frequencies.device
+        starts = [0] * batch if cache is None else cache.lengths
+        seen = max(starts) + tokens
+        if cache is not None and seen > cache.capacity:
+            raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
+        positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(tokens, device=device)
+        distance = positions.unsqueeze(-1) - torch.arange(seen, device=device)
+        masks = {
+            window: ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1) for window in set(config.windows)
+        }
+        lines = torch.arange(batch, device=device).unsqueeze(1)
+        return cls(positions, lines, seen, *angles(frequencies, positions, dtype), masks)
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over this rank's heads, then its term of the output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, comm: Comm, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.window = config.windows[layer]
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVLinear(config, comm, dtype)
+        width = config.heads * config.head_dim
+        self.o_proj = RowLinear("o_proj", width, config.hidden, config.o_bias, comm, dtype)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = RMSNorm("q_norm", config.head_dim, config.norm_eps, dtype)
+            self.k_norm = RMSNorm("k_norm", config.head_dim, config.norm_eps, dtype)
+
+    def forward(self, x: Tensor, place: Place, cache: KVCache | None) -> Tensor:
+        """[batch, tokens, hidden] -> the partial sum, same shape."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
+        q = rotate(self.q_norm(q), place.cos, place.sin)
+        k = rotate(self.k_norm(k), place.cos, place.sin)
+        if cache is not None:
+            keys, values = cache.keys[self.layer], cache.values[self.layer]
+            keys[place.lines, place.positions] = k
+            values[place.lines, place.positions] = v
+            k, v = keys[:, : place.seen], values[:, : place.seen]
+        mask = place.masks[self.window]
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        partial: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
+        return partial

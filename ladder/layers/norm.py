@@ -1,0 +1,27 @@
+"""Root-mean-square norm."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ladder.layers.shard import Shard
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, the quotient in float32. Every rank has all of it."""
+
+    def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+    def shards(self, parent: str) -> Iterator[Shard]:
+        width = self.weight.shape[0]
+        yield Shard(f"{parent}{self.name}.weight", (width,), (slice(0, width),), self.weight.data)

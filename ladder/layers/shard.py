@@ -1,0 +1,32 @@
+"""What a rank takes of a Hugging Face tensor, and where it puts it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`target` <- `whole[index]`, where `whole` is the tensor `name` of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    index: tuple[slice, ...]
+    target: Tensor  # a view of this rank's parameter, of the slice's shape
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A layer with parameters: the class that fuses or splits a weight also says how."""
+
+    def shards(self, parent: str) -> Iterator[Shard]:
+        """Its shards, named below `parent` (`model.layers.0.self_attn.` and the like)."""
+        ...
+
+
+def part(total: int, size: int, rank: int) -> slice:
+    """Rank `rank`'s share of `total` rows that `size` ranks divide evenly."""
+    step = total // size
+    return slice(rank * step, (rank + 1) * step)

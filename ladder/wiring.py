@@ -1,0 +1,184 @@
+"""Wirings: what each sub-block of a decoder reads, and what becomes of the partial sum it leaves. No torch here.
+
+A decoder is a sequence of sub-blocks (attention, MLP, attention, MLP, ...) around one residual stream. Two facts per
+sub-block describe every published wiring:
+
+    lag   how many sums may still be on the wire when the sub-block reads the stream
+    out   what becomes of its own partial sum: reduce it over the ranks, hold it for the next one, keep it local
+
+A row of the table is a cycle of such pairs, repeated over the sub-blocks of a run of layers:
+
+    standard     (0 reduce)                 every sub-block waits for the sum before it
+    parallel     (0 hold, 0 reduce)         attention and MLP read the same stream and share one sum (PaLM)
+    ladder       (1 reduce)                 every sum travels while the next sub-block computes
+    ladder-N     (N reduce)                 ... while the next N sub-blocks compute
+    ladder-A-M   (A reduce, M reduce)       lag A for attention, lag M for the MLP
+    desync-Nx    (0 local) x (N-1), 0 reduce
+    none         (0 local)                  no communication: the upper bound on speed, not a model
+
+A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
+`ladder standard@0,30-31` (a default, then exceptions).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from ladder.errors import LadderError
+
+
+class Out(StrEnum):
+    """What becomes of a sub-block's partial sum."""
+
+    REDUCE = "reduce"  # sum it over the ranks, together with whatever was held or has drifted
+    HOLD = "hold"  # keep it out of the stream and send it together with the next one
+    LOCAL = "local"  # add it to this rank's stream alone
+
+
+@dataclass(frozen=True)
+class SubBlock:
+    """One sub-block's place in the wiring."""
+
+    lag: int
+    out: Out
+
+
+Row = tuple[SubBlock, ...]
+
+ROWS: dict[str, Row] = {
+    "standard": (SubBlock(0, Out.REDUCE),),
+    "parallel": (SubBlock(0, Out.HOLD), SubBlock(0, Out.REDUCE)),
+    "ladder": (SubBlock(1, Out.REDUCE),),
+    "none": (SubBlock(0, Out.LOCAL),),
+}
+
+_NUMBER = r"(0|[1-9]\d*)"
+_LADDER = re.compile(rf"ladder-{_NUMBER}(?:-{_NUMBER})?")
+_DESYNC = re.compile(r"desync-([1-9]\d*)x")
+_KNOWN = "standard, parallel, ladder, ladder-N, ladder-A-M, desync-Nx, none"
+
+
+def canonical(name: str) -> str:
+    """The one spelling of a row's name (`ladder-1` is `ladder`, `ladder-2-2` is `ladder-2`); refuses unknown names."""
+    if name in ROWS or _DESYNC.fullmatch(name):
+        return name
+    if match := _LADDER.fullmatch(name):
+        attention, mlp = match[1], match[2] or match[1]
+        if attention != mlp:
+            return f"ladder-{attention}-{mlp}"
+        return {"0": "standard", "1": "ladder"}.get(attention, f"ladder-{attention}")
+    raise LadderError(f"unknown wiring {name!r}: known are {_KNOWN} (N, A, M are numbers)")
+
+
+def row(name: str) -> Row:
+    """The cycle of sub-blocks behind a row's name."""
+    name = canonical(name)
+    if name in ROWS:
+        return ROWS[name]
+    if match := _DESYNC.fullmatch(name):
+        return (SubBlock(0, Out.LOCAL),) * (int(match[1]) - 1) + (SubBlock(0, Out.REDUCE),)
+    lags = [int(lag) for lag in name.split("-")[1:]]
+    return tuple(SubBlock(lag, Out.REDUCE) for lag in lags)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """One row name per layer."""
+
+    layers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(canonical(name) for name in self.layers))
+
+    @classmethod
+    def parse(cls, text: str, layers: int) -> "Wiring":
+        """Read a pattern and check it against the number of layers."""
+        items = text.split()
+        if not items:
+            raise LadderError("empty wiring: write for example 'ladder', 'standard:16 ladder:16' or 'ladder@16-31'")
+        if any(":" in item for item in items):
+            return cls._from_runs(items, text, layers)
+        default = items.pop(0) if "@" not in items[0] else "standard"
+        names = [canonical(default)] * layers
+        taken: set[int] = set()
+        for item in items:
+            name, at, numbers = item.partition("@")
+            if not at:
+                raise LadderError(f"wiring {text!r}: {item!r} needs the layers it is for, as in '{item}@16-31'")
+            for layer in _numbers(numbers, text, layers):
+                if layer in taken:
+                    raise LadderError(f"wiring {text!r}: layer {layer} is named twice")
+                taken.add(layer)
+                names[layer] = canonical(name)
+        return cls(tuple(names))
+
+    @classmethod
+    def _from_runs(cls, items: Sequence[str], text: str, layers: int) -> "Wiring":
+        names: list[str] = []
+        for item in items:
+            name, _, count = item.partition(":")
+            if not re.fullmatch(r"[1-9]\d*", count):
+                raise LadderError(f"wiring {text!r}: {item!r} is not NAME:COUNT, as in 'standard:16 ladder:16'")
+            canonical(name)
+            if len(names) + int(count) > layers:  # also keeps an absurd count from filling the memory
+                raise LadderError(f"wiring {text!r} covers more than the model's {layers} layers")
+            names += [name] * int(count)
+        if len(names) != layers:
+            raise LadderError(f"wiring {text!r} covers {len(names)} layers, the model has {layers}")
+        return cls(tuple(names))
+
+    @classmethod
+    def from_ladder_layers(cls, value: object, layers: int) -> "Wiring":
+        """The key `ladder_layers` of the paper's checkpoints: an int n (the last n layers) or a list of layer numbers."""
+        if value is None:
+            return cls(("standard",) * layers)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if not 0 <= value <= layers:
+                raise LadderError(f"ladder_layers is {value}, the model has {layers} layers")
+            return cls(("standard",) * (layers - value) + ("ladder",) * value)
+        if not isinstance(value, list | tuple) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):
+            raise LadderError(f"ladder_layers must be a number or a list of layer numbers, not {value!r}")
+        wrong = [n for n in value if not 0 <= n < layers]
+        if wrong:
+            raise LadderError(f"ladder_layers names layer {wrong[0]}, the model's layers are 0 to {layers - 1}")
+        return cls(tuple("ladder" if n in value else "standard" for n in range(layers)))
+
+    def __str__(self) -> str:
+        """The shortest text of runs; `parse` reads it back."""
+        runs = [(name, len(list(group))) for name, group in groupby(self.layers)]
+        return runs[0][0] if len(runs) == 1 else " ".join(f"{name}:{count}" for name, count in runs)
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether this is what every other program does."""
+        return set(self.layers) == {"standard"}
+
+    def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:
+        """(attention, MLP) of every layer. A row's cycle starts anew where a run of layers of that row starts."""
+        table: list[tuple[SubBlock, SubBlock]] = []
+        for name, group in groupby(self.layers):
+            cycle = row(name)
+            for index in range(len(list(group))):
+                attention, mlp = (cycle[(2 * index + half) % len(cycle)] for half in (0, 1))
+                table.append((attention, mlp))
+        return tuple(table)
+
+    def sums(self) -> int:
+        """All-reduces of one forward pass, the embedding's not counted."""
+        return sum(block.out is Out.REDUCE for layer in self.sub_blocks() for block in layer)
+
+
+def _numbers(text: str, pattern: str, layers: int) -> list[int]:
+    """`0,4-7` as [0, 4, 5, 6, 7]."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
+            raise LadderError(f"wiring {pattern!r}: {part!r} is not a layer number or a range such as 16-31")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last or last >= layers:
+            raise LadderError(f"wiring {pattern!r}: {part!r} does not fit, the model's layers are 0 to {layers - 1}")
+        numbers += range(first, last + 1)
+    return numbers
