@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ladder.engine.llm import LLM as LLM
-    from ladder.engine.sampling import SamplingParams as SamplingParams
+    from ladder.engine.options import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
-_FACE = {"LLM": "ladder.engine.llm", "SamplingParams": "ladder.engine.sampling"}
+_FACE = {"LLM": "ladder.engine.llm", "SamplingParams": "ladder.engine.options"}
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,7 @@ class Source(Protocol):
 
 
 class Random:
-    """Normal weights of deviation 0.02 (norms: about one), the same for every TP degree. For tests, demos and benchmarks."""
+    """Normal weights (norms: about one), the same at every TP degree. For tests, demos and benchmarks."""
 
     def __init__(self, seed: int = 0, deviation: float = 0.02) -> None:
         self.seed = seed
@@ -100,9 +100,7 @@ class Directory:
             return piece
 
 
-def load(
-    model: Decoder, source: Source, check: bool = False, progress: Callable[[int], None] | None = None
-) -> Decoder:
+def load(model: Decoder, source: Source, check: bool = False, progress: Callable[[int], None] | None = None) -> Decoder:
     """Fill every shard of `model`. `check` refuses weights that are not finite; `progress` is told the bytes filled."""
     for shard in model.shards():
         piece = source.read(shard.name, shard.shape, shard.index)
@@ -140,6 +138,7 @@ def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> N
         file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         table |= dict.fromkeys(group, file)
         save_file(group, path / f"{file}.partial", metadata={"format": "pt"})
+        (path / f"{file}.partial").chmod(0o644)  # safetensors creates it for its owner alone
         os.replace(path / f"{file}.partial", path / file)
     if len(groups) > 1:
         total = sum(t.numel() * t.element_size() for group in groups for t in group.values())

@@ -15,6 +15,7 @@ from ladder.wiring import Wiring
 # A directory that carries a wiring has this model_type, so that software that knows no wirings refuses it.
 WIRED_MODEL_TYPE = "ladder"
 WIRED_ARCHITECTURE = "LadderForCausalLM"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class ModelConfig:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.family not in FAMILIES:
             raise LadderError(f"unknown model family {self.family!r}: known are {', '.join(FAMILIES)}")
+        if self.dtype not in DTYPES:
+            raise LadderError(f"dtype {self.dtype!r} is not supported: known are {', '.join(DTYPES)}")
         if self.heads % self.kv_heads:
             raise LadderError(f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly")
         if not self.head_dim:
@@ -194,7 +197,7 @@ class ModelConfig:
             windows=_windows(raw, family, layers),
             bos=raw.get("bos_token_id"),
             eos=_ids(raw.get("eos_token_id")),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
             wiring=_wiring(raw, layers),
         )
 

@@ -1,4 +1,4 @@
-"""The one exception that is the user's business: its text is the whole message, the command line prints it and exits."""
+"""The one exception that is the user's business: the command line prints its text and exits."""
 
 
 class LadderError(ValueError):

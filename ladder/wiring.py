@@ -131,7 +131,7 @@ class Wiring:
 
     @classmethod
     def from_ladder_layers(cls, value: object, layers: int) -> "Wiring":
-        """The key `ladder_layers` of the paper's checkpoints: an int n (the last n layers) or a list of layer numbers."""
+        """The key `ladder_layers` of the paper's checkpoints: an int n (the last n layers) or a list of numbers."""
         if value is None:
             return cls(("standard",) * layers)
         if isinstance(value, int) and not isinstance(value, bool):

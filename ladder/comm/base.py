@@ -1,4 +1,4 @@
-"""The protocol every communicator keeps, and the communicator of a single rank."""
+"""The protocol every communicator keeps, the communicator of a single rank, and one for layouts."""
 
 from typing import Protocol
 
@@ -29,6 +29,20 @@ class Comm(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' `x`, all of one shape, joined in rank order along the last dimension."""
         ...
+
+
+class Seat:
+    """A rank without a wire: enough to lay out its shard and to load it, not to compute with it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        raise RuntimeError(f"rank {self.rank} of {self.size} has no wire")
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        raise RuntimeError(f"rank {self.rank} of {self.size} has no wire")
 
 
 class Arrived:

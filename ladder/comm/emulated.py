@@ -27,21 +27,24 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.ranks = [Emulated(self, rank) for rank in range(size)]
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rank")
+        self._changed = threading.Condition()
         self._reset()
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()
+        """Forget what a run that failed left behind."""
         self._failed = False
-        # messages[i] is the i-th exchange: what each rank brought, and how many ranks have taken the result away
+        # by ticket, the number of an exchange: what each rank brought, and how many ranks have taken it away
         self._messages: dict[int, dict[int, Tensor]] = {}
         self._taken: dict[int, int] = {}
+        for comm in self.ranks:
+            comm.next_ticket = 0
 
     def run(self, work: Callable[[Comm], T]) -> list[T]:
         """`work(comm)` on every rank; the results in rank order. The first failure ends all ranks and is raised."""
         self._reset()
-        ranks = [Emulated(self, rank) for rank in range(self.size)]
-        futures = [self._threads.submit(self._guarded, work, rank) for rank in ranks]
+        futures = [self._threads.submit(self._guarded, work, comm) for comm in self.ranks]
         try:
             errors = [error for future in futures if (error := future.exception())]
         except BaseException:  # Ctrl-C while waiting: release the ranks before leaving
@@ -97,12 +100,13 @@ class Emulated:
 
     def __init__(self, world: World, rank: int) -> None:
         self._world = world
-        self._next = 0
+        self.next_ticket = 0
         self.rank = rank
         self.size = world.size
 
     def _send(self, x: Tensor) -> int:
-        ticket, self._next = self._next, self._next + 1
+        ticket = self.next_ticket
+        self.next_ticket += 1
         self._world.put(ticket, self.rank, x)
         return ticket
 

@@ -11,7 +11,7 @@ from ladder.layers.shard import Shard
 
 
 class VocabularyRows(nn.Module):
-    """Rows [start, start + step) of a [vocab, hidden] table. All ranks have equally many; the last may have zeros at the end."""
+    """Rows [start, start + step) of a [vocab, hidden] table; what the last rank has beyond the table is zero."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Sharded linear layers. Column: each rank has some of the outputs. Row: some of the inputs, so a partial sum comes out."""
+"""Sharded linear layers: column (a rank has some of the outputs) and row (some of the inputs: a partial sum)."""
 
 from collections.abc import Iterator, Mapping
 
@@ -26,7 +26,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """One output per fused weight."""
-        return F.linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+        return torch.split(F.linear(x, self.weight, self.bias), self.widths, dim=-1)
 
     def shards(self, parent: str) -> Iterator[Shard]:
         begin = 0
@@ -59,7 +59,7 @@ class GateUpLinear(ColumnLinear):
 
 
 class RowLinear(nn.Module):
-    """This rank's term of y = sum over ranks ( x_rank W_rank^T ) + b. The bias is rank 0's, so that it is added once."""
+    """This rank's term of y = sum over ranks ( x_rank W_rank^T ) + b. Rank 0 has the bias: it is added once."""
 
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool, comm: Comm, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,0 +1,34 @@
+"""Writes a tiny random model with a byte tokenizer, as a Hugging Face directory: something to try the commands on.
+
+python examples/tiny_checkpoint.py DIRECTORY [WIRING]
+"""
+
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ladder.checkpoint import Random, load, save
+from ladder.config import ModelConfig
+from ladder.model import Decoder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def main(directory: Path, wiring: str = "standard") -> None:
+    config = ModelConfig.named("tiny").rewired(wiring)
+    save(load(Decoder(config), Random(seed=1, deviation=0.1)), directory)
+    byte_tokenizer().save_pretrained(directory)
+    print(f"wrote {directory}: tiny, {config.layers} layers, wiring {config.wiring}, random weights")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:3])

@@ -1,0 +1,152 @@
+"""The command line: one verb per job, its options generated from the dataclasses they fill."""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from ladder import __version__
+from ladder.engine.options import EngineOptions, SamplingParams, option
+from ladder.errors import LadderError
+
+if TYPE_CHECKING:
+    from ladder.engine.requests import Chunk, Result
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Tensor-parallel language models that never wait for the network.",
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Where the prompts come from, and the form of the answers."""
+
+    prompt: tuple[str, ...] = option((), "A prompt (may be given several times).")
+    prompts_file: Path | None = option(None, "A file with one prompt per line; empty lines are passed over.")
+    token_ids: tuple[str, ...] = option((), "A prompt as ids, as in 5,17,9 (may be given several times).")
+    json: bool = field(default=False, metadata={"help": "One JSON line per prompt instead of text."})
+
+    def all(self) -> list[str | list[int]]:
+        """Every prompt: the texts, the file's lines, the ids."""
+        prompts: list[str | list[int]] = [*self.prompt]
+        if self.prompts_file is not None:
+            prompts += [line for line in _read_text(self.prompts_file).splitlines() if line.strip()]
+        for text in self.token_ids:
+            try:
+                prompts.append([int(part) for part in text.split(",")])
+            except ValueError:
+                raise LadderError(f"token ids {text!r} are not numbers with commas between, as in 5,17,9") from None
+        if not prompts:
+            raise LadderError("no prompt: give --prompt, --prompts-file or --token-ids")
+        return prompts
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise LadderError(f"no such file: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LadderError(f"{path} cannot be read: {error}") from None
+
+
+def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
+    default: Any = ... if entry.default is MISSING else entry.default
+    if get_origin(hint) is tuple:  # typer speaks of repeated options as lists
+        hint, default = list.__class_getitem__(get_args(hint)[0]), list(default)
+    flag = f"--{entry.name.replace('_', '-')}"  # one spelling, so that there is no --no-check beside --check
+    told = default not in ([], None) and default is not False
+    value = typer.Option(default, flag, help=entry.metadata["help"], show_default=told)
+    return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
+
+
+def verb(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose options are the fields of `groups`; it is called with one filled instance of each."""
+
+    def decorate(work: Callable[..., None]) -> Callable[..., None]:
+        owned = {group: [(entry, get_type_hints(group)[entry.name]) for entry in fields(group)] for group in groups}
+
+        @wraps(work)
+        def command(**given: Any) -> None:
+            given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+            work(*(group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items()))
+
+        parameters = [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        app.command()(command)
+        return command
+
+    return decorate
+
+
+@app.callback(invoke_without_command=True)
+def about(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        typer.echo(f"ladder {__version__}")
+        raise typer.Exit
+
+
+@verb(EngineOptions, Prompts, SamplingParams)
+def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) -> None:
+    """Continue prompts with a model from a Hugging Face directory, under any wiring."""
+    from ladder.engine.llm import LLM, result  # torch takes seconds to import: not for --help
+    from ladder.engine.requests import Opened
+
+    given = prompts.all()
+    opened = Opened(engine)
+    requests = opened.requests(given, sampling)
+    with _loading(opened.weight_bytes) as progress:
+        llm = LLM.load(opened, progress)
+    with llm:
+        turn, waiting = 0, [""] * len(given)  # answers are shown one after the other, the first unfinished one live
+        for chunk in llm.run(requests):
+            waiting[chunk.index] += _shown(chunk)
+            while turn < len(given):
+                if not prompts.json:
+                    typer.echo(waiting[turn], nl=False)
+                    waiting[turn] = ""
+                if requests[turn].finish_reason is None:
+                    break
+                typer.echo(_json_line(result(given[turn], requests[turn])) if prompts.json else "")
+                turn += 1
+
+
+def _shown(chunk: "Chunk") -> str:
+    """Without a tokenizer the terminal shows the ids."""
+    return "".join(f"{token} " for token in chunk.token_ids) if chunk.text is None else chunk.text
+
+
+def _json_line(result: "Result") -> str:
+    return json.dumps(asdict(result), ensure_ascii=False)
+
+
+@contextmanager
+def _loading(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar while weights load, where there is a terminal to draw it on."""
+    console = Console(stderr=True)
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def main() -> NoReturn:
+    """The command `ladder`: bad input costs one sentence on standard error and exit status 2."""
+    try:
+        app()
+    except LadderError as error:
+        typer.echo(f"ladder: {error}", err=True)
+        sys.exit(2)
+    sys.exit(0)

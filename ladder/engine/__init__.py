@@ -1,0 +1,1 @@
+"""Generation: requests, sampling, text, and the ranks that compute."""

@@ -1,0 +1,61 @@
+"""What a user can choose. The command line is generated from these classes."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ladder.config import DTYPES
+from ladder.errors import LadderError
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field that is also a command-line option."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which model, and how it is run."""
+
+    model: Path = field(metadata={"help": "Directory with config.json and safetensors weights."})
+    wiring: str | None = option(None, "Wiring, as in 'ladder' or 'standard:16 ladder:16'; default: the checkpoint's.")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    tp: int = option(1, "Number of tensor-parallel ranks, emulated by threads of this process.")
+    link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
+    batch: int = option(16, "How many prompts are run together at most.")
+    check: bool = option(False, "Refuse weights that are not finite.")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
+        for name in ("tp", "batch"):
+            if getattr(self, name) < 1:
+                raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request's wishes. The filters apply in the order temperature, top-k, top-p."""
+
+    max_new_tokens: int = option(128, "Stop after this many new tokens.")
+    temperature: float = option(0.0, "0 takes the likeliest token, 1 samples as the model says.")
+    top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.")
+    top_p: float = option(1.0, "Sample among the likeliest tokens that together have this probability.")
+    seed: int | None = option(None, "Makes sampling repeatable.")
+    stop: tuple[str, ...] = option((), "End before this text (may be given several times).")
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise LadderError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise LadderError(f"temperature must be 0 or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise LadderError(f"top_k must be 0 or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise LadderError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise LadderError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
+        if "" in self.stop:
+            raise LadderError("stop must not be an empty text")

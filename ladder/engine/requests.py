@@ -1,0 +1,132 @@
+"""A directory opened for generation, and the requests made of it: all is checked here, before a weight is read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ladder.checkpoint import Directory
+from ladder.comm.base import Seat
+from ladder.comm.link import Link
+from ladder.config import ModelConfig
+from ladder.engine.options import EngineOptions, SamplingParams
+from ladder.engine.sampling import Sampler
+from ladder.engine.text import Text, load_tokenizer
+from ladder.errors import LadderError
+from ladder.model import Decoder
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a request has become since the last chunk. `finish_reason` comes with the last: stop or length."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str | None  # None where the directory has no tokenizer
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request; `token_ids` are the new ones only."""
+
+    prompt: str | list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+
+
+class Request:
+    """A prompt on its way."""
+
+    def __init__(self, index: int, tokens: list[int], limit: int, params: SamplingParams, text: Text | None) -> None:
+        self.index = index
+        self.tokens = tokens  # the prompt's
+        self.limit = limit  # new tokens, at most
+        self.sampler = Sampler(params)
+        self.text = text
+        self.new: list[int] = []
+        self.finish_reason: str | None = None
+
+    def add(self, token: int, eos: Sequence[int]) -> Chunk:
+        """Take the token that was chosen."""
+        self.new.append(token)
+        piece = self.text.add(token) if self.text else None
+        if token in eos or (self.text and self.text.stopped):
+            self.finish_reason = "stop"
+        elif len(self.new) == self.limit:
+            self.finish_reason = "length"
+        if self.text and self.finish_reason:
+            piece = (piece or "") + self.text.finish()
+        return Chunk(self.index, (token,), piece, self.finish_reason)
+
+
+class Opened:
+    """A model directory whose config, headers and tokenizer fit each other, the wiring and the number of ranks."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.link = None if options.link is None else Link.parse(options.link)
+        self.device = _device(options.device)
+        if self.link is not None and self.device.type != "cpu":
+            raise LadderError(f"a timed link works on the cpu, not on {self.device}: leave out --link")
+        self.directory = Directory(options.model)
+        config = self.directory.config
+        if options.wiring is not None:
+            config = config.rewired(options.wiring)
+        if options.dtype != "auto":
+            config = replace(config, dtype=options.dtype)
+        self.config: ModelConfig = config
+        config.check_degree(options.tp)
+        self.weight_bytes = 0  # of all ranks together, for a progress bar
+        for rank in range(options.tp):
+            shards = list(Decoder(config, Seat(rank, options.tp), device="meta").shards())
+            self.directory.check(iter(shards))
+            self.weight_bytes += sum(s.target.numel() * s.target.element_size() for s in shards)
+        self.tokenizer = load_tokenizer(options.model, config.vocab)
+
+    def requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
+        """Tokenize and check the prompts."""
+        if params.stop and self.tokenizer is None:
+            raise LadderError(f"stop texts need a tokenizer, {self.options.model} has none")
+        requests = []
+        for index, prompt in enumerate(prompts):
+            tokens = self._tokens(prompt, index)
+            room = self.config.context - len(tokens)
+            if room < 1:
+                raise LadderError(
+                    f"prompt {index} has {len(tokens)} tokens, which leaves no room in the model's context of "
+                    f"{self.config.context}"
+                )
+            text = Text(self.tokenizer, params.stop) if self.tokenizer is not None else None
+            requests.append(Request(index, tokens, min(params.max_new_tokens, room), params, text))
+        return requests
+
+    def _tokens(self, prompt: Prompt, index: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise LadderError(f"{self.options.model} has no tokenizer: give the prompt as token ids")
+            tokens = [int(token) for token in self.tokenizer(prompt).input_ids]
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise LadderError(f"prompt {index} is empty: it has no tokens to start from")
+        wrong = [token for token in tokens if not 0 <= token < self.config.vocab]
+        if wrong:
+            last = self.config.vocab - 1
+            raise LadderError(f"prompt {index} has the token {wrong[0]}, the model's vocabulary is 0 to {last}")
+        return tokens
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise LadderError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise LadderError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LadderError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device

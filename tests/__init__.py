@@ -1,0 +1,1 @@
+"""Tests. Parity with the oracle is the unit of proof."""

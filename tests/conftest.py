@@ -1,0 +1,25 @@
+"""What all tests share: one thread per rank, and one world of emulated ranks per degree."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ladder.comm.emulated import World
+
+DEGREES = (1, 2, 4, 8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models are so small that torch's own threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[dict[int, World]]:
+    """The emulated ranks, by degree."""
+    worlds = {size: World(size) for size in DEGREES}
+    yield worlds
+    for world in worlds.values():
+        world.close()

@@ -1,0 +1,228 @@
+"""Directories in, directories out: exact, lazy, each byte once, and loud where something does not fit."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ladder.checkpoint import INDEX, SINGLE, Directory, Random, load, save
+from ladder.comm.base import Comm
+from ladder.comm.emulated import World
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.model import Decoder
+from tests.families import FAMILIES, make
+
+TINY = ModelConfig.named("tiny")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
+
+
+def saved(directory: Path, config: ModelConfig = TINY, **options: int) -> Path:
+    save(load(Decoder(config), Random()), directory, **options)
+    return directory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wiring", ["standard", "standard:2 ladder-1-2:2"])
+def test_save_load_save_is_byte_identical(family: str, wiring: str, tmp_path: Path) -> None:
+    make(family, tmp_path / "theirs")
+    for begin, out in (("theirs", "first"), ("first", "second")):
+        source = Directory(tmp_path / begin)
+        save(load(Decoder(source.config.rewired(wiring)), source), tmp_path / out, file_bytes=40_000)
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+    assert INDEX in contents(tmp_path / "first")
+    theirs = load_file(tmp_path / "theirs" / SINGLE)
+    ours = {k: v for file in (tmp_path / "second").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_many_files_and_one_file_hold_the_same_model(tmp_path: Path) -> None:
+    one, many = saved(tmp_path / "one"), saved(tmp_path / "many", file_bytes=30_000)
+    assert len(list(many.glob("*.safetensors"))) > 3
+    tokens = torch.arange(12).view(1, 12)
+    assert torch.equal(load(Decoder(TINY), Directory(one))(tokens), load(Decoder(TINY), Directory(many))(tokens))
+
+
+class Counting(Directory):
+    """Counts how often each element of each tensor is read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.reads: dict[str, Tensor] = {}
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        piece = super().read(name, shape, index)
+        self.reads.setdefault(name, torch.zeros(shape, dtype=torch.int32))[index] += 1
+        assert piece.shape == self.reads[name][index].shape  # no more than it asked for
+        return piece
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_each_byte_of_a_sharded_tensor_is_read_once_in_all(size: int, tmp_path: Path) -> None:
+    source = Counting(saved(tmp_path, replace(TINY, vocab=321, tied=True)))
+    with World(size) as world:  # a lock-free counter: ranks load one after the other
+        for comm in world.ranks:
+            load(Decoder(source.config, comm), source)
+    for name, reads in source.reads.items():
+        replicated = "norm" in name
+        copies = size // source.config.kv_heads if size > source.config.kv_heads else 1
+        times = size if replicated else copies if "k_proj" in name or "v_proj" in name else 1
+        assert bool((reads == times).all()), name
+    assert source.reads.keys() == load_file(tmp_path / SINGLE).keys()
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from ladder.checkpoint import Directory, Random, load
+from ladder.comm.base import Seat
+from ladder.config import ModelConfig
+from ladder.model import Decoder
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if key in line)
+
+load(Decoder(ModelConfig.named("tiny")), Random())  # so that torch's own first-time memory is not counted
+source = Directory(sys.argv[1])
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
+model = load(Decoder(source.config, Seat(int(sys.argv[3]), int(sys.argv[2]))), source)
+print(status("VmHWM") - before, sum(s.target.numel() * 4 for s in model.shards()))
+"""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_peak_memory_is_the_shard_and_one_tensor(size: int, tmp_path: Path) -> None:
+    """Measured in a process of its own: the high-water mark of its resident memory, file pages included."""
+    config = ModelConfig(hidden=512, layers=10, heads=8, kv_heads=8, ffn=6144, vocab=8192)
+    saved(tmp_path / "model", config, file_bytes=100_000_000)
+    for rank in (0, size - 1):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(size), str(rank)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peak, shard = map(int, done.stdout.split())
+        largest = config.vocab * config.hidden * 4
+        assert shard > 60_000_000  # large enough for the measurement to mean something
+        assert shard <= peak * 1.02  # the mark does see the weights
+        assert peak <= 1.1 * shard + largest
+
+
+def test_dtype_is_converted_on_the_way(tmp_path: Path) -> None:
+    source = Directory(saved(tmp_path))
+    exact, half = load(Decoder(TINY), source), load(Decoder(TINY, dtype=torch.bfloat16), source)
+    for a, b in zip(exact.shards(), half.shards(), strict=True):
+        assert b.target.dtype == torch.bfloat16 and torch.equal(a.target.bfloat16(), b.target)
+
+
+def test_a_wired_directory_is_refused_by_software_that_knows_no_wirings(tmp_path: Path) -> None:
+    """In a process of its own, so that nothing here can have taught transformers our model type."""
+    saved(tmp_path, TINY.rewired("ladder@2-3"))
+    program = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode != 0 and "ladder" in done.stderr
+    assert str(Directory(tmp_path).config.wiring) == "standard:2 ladder:2"
+
+
+@pytest.mark.parametrize("value, wiring", [(3, "standard:1 ladder:3"), ([0, 2], "ladder@0,2"), (0, "standard")])
+def test_the_papers_key(value: object, wiring: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "ladder_layers": value}))
+    config = Directory(tmp_path).config
+    assert config == replace(TINY.rewired(wiring))
+    assert config.rewired("parallel").wiring == TINY.rewired("parallel").wiring  # any wiring, on request
+
+
+def test_saving_over_weights_or_from_one_of_several_ranks_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(LadderError, match="already holds weights"):
+        saved(tmp_path)
+
+    def write(comm: Comm) -> None:
+        save(load(Decoder(TINY, comm), Random()), tmp_path / "other")
+
+    with World(2) as world, pytest.raises(LadderError, match="one of 2"):
+        world.run(write)
+
+
+def broken_file(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def broken_header(path: Path) -> None:
+    path.write_bytes(b"\xff" * 64 + path.read_bytes()[64:])
+
+
+def without_a_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+
+
+def with_a_wrong_shape(path: Path) -> None:
+    save_file({**load_file(path), "model.norm.weight": torch.zeros(63)}, path)
+
+
+def with_integers(path: Path) -> None:
+    save_file({**load_file(path), "model.norm.weight": torch.zeros(64, dtype=torch.int32)}, path)
+
+
+SPOILED = {
+    broken_file: "truncated or corrupted",
+    broken_header: "truncated or corrupted",
+    without_a_tensor: "lacks the tensor 'model.norm.weight'",
+    with_a_wrong_shape: r"'model.norm.weight' has shape \[63\], its config.json calls for \[64\]",
+    with_integers: "has type I32",
+    Path.unlink: "has neither",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
+def test_a_spoiled_file_is_refused_before_weights_are_read(spoil: object, tmp_path: Path) -> None:
+    saved(tmp_path)
+    spoil(tmp_path / SINGLE)  # type: ignore[operator]
+    with pytest.raises(LadderError, match=SPOILED[spoil]) as caught:  # type: ignore[index]
+        source = Directory(tmp_path)
+        source.check(Decoder(source.config, device="meta").shards())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_part_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, file_bytes=30_000)
+    (tmp_path / "model-00002-of-00009.safetensors").unlink(missing_ok=True)
+    parts = sorted(tmp_path.glob("*.safetensors"))
+    parts[1].unlink()
+    with pytest.raises(LadderError, match=f"no such file: .*{parts[1].name}"):
+        Directory(tmp_path)
+
+
+def test_values_that_are_not_finite_are_refused_on_request(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / SINGLE)
+    load(Decoder(TINY), Directory(tmp_path))
+    with pytest.raises(LadderError, match=r"model.layers.1.mlp.up_proj.weight.*not finite"):
+        load(Decoder(TINY), Directory(tmp_path), check=True)
+
+
+def test_random_weights_do_not_depend_on_the_degree() -> None:
+    whole = {shard.name: shard.target for shard in load(Decoder(TINY), Random()).shards()}
+    found: dict[str, int] = defaultdict(int)
+    with World(4) as world:
+        for comm in world.ranks:
+            for shard in load(Decoder(TINY, comm), Random()).shards():
+                assert torch.equal(shard.target, whole[shard.name][shard.index])
+                found[shard.name] += 1
+    assert set(found.values()) == {4} and found.keys() == whole.keys()

@@ -1,0 +1,210 @@
+"""The command line: what it prints, and that bad input costs one sentence before any weight is read."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ladder import LLM, SamplingParams
+from ladder.checkpoint import SINGLE, Directory
+from ladder.cli import main
+from tests.checkpoints import byte_tokenizer, tiny
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`ladder ARGUMENTS` in this process: exit status, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ladder", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        return int(left.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+def test_json_lines(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("from a file\n\nand ünother\n", encoding="utf-8")
+    arguments = ["--prompt", "abc", "--prompts-file", tmp_path / "prompts.txt", "--token-ids", "5,17,9"]
+    status, out, err = run("generate", "--model", model, *arguments, "--max-new-tokens", 9, "--json", "--batch", 3)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    with LLM(model) as llm:
+        expected = llm.generate(["abc", "from a file", "and ünother", [5, 17, 9]], SamplingParams(9))
+    assert lines == [vars(result) for result in expected]
+    assert [list(line) for line in lines] == [["prompt", "token_ids", "text", "finish_reason"]] * 4
+
+
+def test_text_comes_in_the_order_of_the_prompts(run: Run, model: Path) -> None:
+    arguments = ["--prompt", "abc", "--prompt", "x", "--max-new-tokens", 12, "--temperature", 0.8, "--seed", 4]
+    status, out, _ = run("generate", "--model", model, *arguments)
+    with LLM(model) as llm:
+        results = llm.generate(["abc", "x"], SamplingParams(12, 0.8, seed=4))
+    assert status == 0 and out == "".join(f"{result.text}\n" for result in results)
+
+
+def test_every_flag_reaches_the_engine(run: Run, model: Path) -> None:
+    flags = "--max-new-tokens 30 --temperature 0.9 --top-k 40 --top-p 0.9 --seed 8 --wiring ladder@1-2 --dtype float64"
+    flags += " --device cpu --tp 2 --link 10us,1GB/s --json"
+    _, out, _ = run("generate", "--model", model, "--prompt", "abc", *flags.split())
+    with LLM(model, wiring="ladder@1-2", dtype="float64") as llm:
+        free = llm.generate(["abc"], SamplingParams(30, 0.9, 40, 0.9, 8))[0]
+        assert json.loads(out)["token_ids"] == free.token_ids
+        stop = (free.text or "")[6:8]
+        _, out, _ = run("generate", "--model", model, "--prompt", "abc", *flags.split(), "--stop", stop)
+        assert json.loads(out)["text"] == (free.text or "").split(stop)[0]
+
+
+def test_ids_need_no_tokenizer(run: Run, tmp_path: Path) -> None:
+    tiny(tmp_path, tokenizer=False)
+    status, out, _ = run("generate", "--model", tmp_path, "--token-ids", "5,17,9", "--max-new-tokens", 4, "--json")
+    answer = json.loads(out)
+    assert status == 0 and answer["prompt"] == [5, 17, 9] and answer["text"] is None and len(answer["token_ids"]) == 4
+    _, out, _ = run("generate", "--model", tmp_path, "--token-ids", "5,17,9", "--max-new-tokens", 4)
+    assert out.split() == [str(token) for token in answer["token_ids"]]
+
+
+def truncate(model: Path) -> None:
+    (model / SINGLE).write_bytes((model / SINGLE).read_bytes()[:-9])
+
+
+def corrupt(model: Path) -> None:
+    (model / SINGLE).write_bytes(b"\x09" * 4000)
+
+
+def other_family(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+
+
+def larger_tokenizer(model: Path) -> None:
+    byte_tokenizer(extra=100).save_pretrained(model)
+
+
+def spoil_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+
+
+def no_tokenizer(model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+
+
+def no_weights(model: Path) -> None:
+    (model / SINGLE).unlink()
+
+
+def as_it_is(model: Path) -> None:
+    pass
+
+
+BAD = [
+    (no_weights, "", "has neither model.safetensors nor"),
+    (truncate, "", "model.safetensors is truncated or corrupted"),
+    (corrupt, "", "model.safetensors is truncated or corrupted"),
+    (other_family, "", "unknown model family 'mamba': known are llama, mistral, qwen2, qwen3"),
+    (larger_tokenizer, "", "vocabulary mismatch in .* go up to 356, the model has 320 tokens"),
+    (spoil_tokenizer, "", "the tokenizer in .* cannot be read"),
+    (no_tokenizer, "", "has no tokenizer: give the prompt as token ids"),
+    (no_tokenizer, "--prompt= --token-ids 1 --stop x", "stop texts need a tokenizer"),
+    (as_it_is, "--model nowhere", "no such model directory: nowhere"),
+    (as_it_is, "--wiring standard:1", "covers 1 layers, the model has 4"),
+    (as_it_is, "--wiring ladder@4", "layers are 0 to 3"),
+    (as_it_is, "--wiring rope", "unknown wiring 'rope'"),
+    (as_it_is, "--tp 3", "3 ranks cannot share 8 heads.*the degrees that work are 1, 2, 4, 8"),
+    (as_it_is, "--tp 0", "tp must be at least 1, not 0"),
+    (as_it_is, "--link fast", "unknown link 'fast'"),
+    (as_it_is, "--link 5us,0GB/s", "unknown link"),
+    (as_it_is, "--dtype int8", "unknown dtype 'int8'"),
+    (as_it_is, "--device tpu", "device 'tpu'"),
+    (as_it_is, "--device cuda:99", "device 'cuda:99' is not there"),
+    (as_it_is, f"--prompt {'x' * 512}", "prompt 1 has 512 tokens, which leaves no room in the model's context of 512"),
+    (as_it_is, "--prompt=", "prompt 1 is empty"),
+    (as_it_is, "--token-ids 1,2,x", "token ids '1,2,x' are not numbers"),
+    (as_it_is, "--token-ids 1,320", "has the token 320, the model's vocabulary is 0 to 319"),
+    (as_it_is, "--prompts-file nothing.txt", "no such file: nothing.txt"),
+    (as_it_is, "--temperature -1", "temperature must be 0 or more"),
+    (as_it_is, "--max-new-tokens 0", "max_new_tokens must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("spoil, flags, message", BAD, ids=[f"{s.__name__} {f[:20]}".strip() for s, f, _ in BAD])
+def test_bad_input_is_one_sentence(
+    spoil: Callable[[Path], None],
+    flags: str,
+    message: str,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Directory, "read", read)
+    spoil(tiny(tmp_path))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    status, out, err = run("generate", "--model", tmp_path, "--prompt", "abc", *flags.split())
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith("ladder: ")
+    assert re.search(message, err), err
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
+def test_no_prompt(run: Run, model: Path) -> None:
+    assert run("generate", "--model", model) == (
+        2, "", "ladder: no prompt: give --prompt, --prompts-file or --token-ids\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_that_are_not_finite(run: Run, tmp_path: Path, tp: int) -> None:
+    tiny(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["model.layers.3.mlp.down_proj.weight"][0, 100] = torch.inf
+    save_file(tensors, tmp_path / SINGLE)
+    arguments = ("generate", "--model", tmp_path, "--prompt", "abc", "--tp", tp, "--max-new-tokens", 1)
+    assert run(*arguments)[0] == 0
+    status, out, err = run(*arguments, "--check")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "'model.layers.3.mlp.down_proj.weight' holds values that are not finite" in err
+
+
+def test_the_installed_command(model: Path) -> None:
+    """As users start it, and as a module; a wrong flag is refused by its name."""
+    command = [str(Path(sys.executable).with_name("ladder"))]
+    for start in (command, [sys.executable, "-m", "ladder"]):
+        flags = ["generate", "--model", str(model), "--token-ids", "1,2", "--max-new-tokens", "2", "--json"]
+        done = subprocess.run([*start, *flags], capture_output=True, text=True, check=True)
+        assert len(json.loads(done.stdout)["token_ids"]) == 2 and done.stderr == ""
+    done = subprocess.run([*command, "generate", "--modle", "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--modle" in done.stderr
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert done.stdout == "ladder 0.1.0\n"
+
+
+def test_a_bar_on_a_terminal(model: Path) -> None:
+    """Standard error is a terminal here; elsewhere there is no bar, as the other tests' empty err shows."""
+    ours, theirs = pty.openpty()
+    flags = ["generate", "--model", str(model), "--token-ids", "1,2", "--max-new-tokens", "2"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    subprocess.run([sys.executable, "-m", "ladder", *flags], stderr=theirs, stdout=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    assert b"loading weights" in os.read(ours, 100_000)
+    os.close(ours)

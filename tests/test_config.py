@@ -1,0 +1,147 @@
+"""Sizes, families, config.json, and which numbers of ranks can share a model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder.config import SIZES, ModelConfig, Rope
+from ladder.errors import LadderError
+from ladder.layers.rope import frequencies
+from ladder.model import Decoder
+from tests.families import make
+
+# hidden, layers, heads, kv heads, ffn, vocabulary; parameters in billions as published (the paper's: as its names say)
+PUBLISHED = {
+    "1B": (1536, 40, 24, 24, 4096, 49_152, 1.28),
+    "1.5B": (1536, 52, 24, 24, 4096, 49_152, 1.62),
+    "3B": (2304, 40, 36, 36, 9216, 49_152, 3.62),
+    "4.5B": (2304, 52, 36, 36, 9216, 49_152, 4.64),
+    "3B-32h": (2304, 40, 32, 32, 9216, 49_152, 3.62),
+    "4.5B-32h": (2304, 52, 32, 32, 9216, 49_152, 4.64),
+    "llama-3-8b": (4096, 32, 32, 8, 14_336, 128_256, 8.03),
+    "34B": (8192, 48, 64, 8, 22_016, 32_000, 33.74),
+    "llama-3-70b": (8192, 80, 64, 8, 28_672, 128_256, 70.55),
+    "176B": (14_336, 70, 112, 112, 57_344, 250_880, 237.3),  # BLOOM's dimensions, but with a gated MLP and a head
+    "llama-3.1-405b": (16_384, 126, 128, 8, 53_248, 128_256, 405.85),
+    "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128_256, 1.24),
+    "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128_256, 3.21),
+    "smollm2-135m": (576, 30, 9, 3, 1536, 49_152, 0.1345),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes(name: str) -> None:
+    c = ModelConfig.named(name)
+    *dimensions, billions = PUBLISHED[name]
+    assert [c.hidden, c.layers, c.heads, c.kv_heads, c.ffn, c.vocab] == dimensions
+    model = Decoder(c, device="meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_every_size_is_tested_and_has_its_degrees() -> None:
+    assert SIZES.keys() == PUBLISHED.keys() | {"tiny"}
+    degrees = {name: config.degrees() for name, config in SIZES.items()}
+    assert degrees["tiny"] == [1, 2, 4, 8]
+    assert degrees["smollm2-135m"] == [1, 3]
+    assert {1, 2, 4, 8, 16} <= set(degrees["llama-3.1-405b"])
+    assert 8 not in degrees["3B"] and 8 in degrees["3B-32h"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "ladder@0"])
+def test_config_json_round_trip(name: str, wiring: str) -> None:
+    config = ModelConfig.named(name).rewired(wiring)
+    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize("size", [0, -1, 3, 6, 16])
+def test_ranks_that_cannot_share_are_refused_with_those_that_can(size: int) -> None:
+    with pytest.raises(LadderError, match=rf"^{size} ranks .* the degrees that work are 1, 2, 4, 8$"):
+        ModelConfig.named("tiny").check_degree(size)
+
+
+def test_refused_at_construction() -> None:
+    class Three:
+        size, rank = 3, 0
+
+    with pytest.raises(LadderError, match="3 ranks cannot share"):
+        Decoder(ModelConfig.named("tiny"), Three(), device="meta")  # type: ignore[arg-type]
+
+
+def test_old_and_new_rope_keys_mean_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    oldest = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
+    new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
+    expected = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert {Rope.from_hf(raw, 131_072) for raw in (old, oldest, new)} == {expected}
+    assert Rope.from_hf(expected.to_hf() and {"rope_parameters": expected.to_hf()}, 1) == expected
+
+
+def test_llama3_frequencies_at_the_published_settings() -> None:
+    """The real models' 8192 original positions; the tiny families use another number."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for size in ("llama-3.1-405b", "llama-3.2-1b"):
+        config = ModelConfig.named(size)
+        raw = {k: v for k, v in config.to_hf().items() if k not in ("architectures", "model_type", "dtype")}
+        expected, scale = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**raw), "cpu")
+        assert scale == 1.0
+        torch.testing.assert_close(frequencies(config.rope, config.head_dim), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gpt2"}, "unknown model family 'gpt2': known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "unknown model family None"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "wide"}, "wrong type"),
+        ({"num_hidden_layers": 0}, "layers must be at least 1, not 0"),
+        ({"num_key_value_heads": 3}, "8 heads cannot share 3 key/value heads"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rotary scaling 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "'factor' is missing"),
+        ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn' is not supported"),
+        ({"ladder_layers": 5}, "ladder_layers is 5, the model has 4 layers"),
+        ({"ladder_layers": 2, "wiring": "ladder"}, "keep one"),
+        ({"model_type": "ladder", "base_model_type": "llama"}, "needs the key 'wiring'"),
+        ({"model_type": "ladder", "base_model_type": "llama", "wiring": "ladder:9"}, "more than the model's 4 layers"),
+        ({"model_type": "ladder", "base_model_type": "gpt2", "wiring": "ladder"}, "unknown model family 'gpt2'"),
+        ({"layer_types": ["full_attention"], "model_type": "qwen2", "use_sliding_window": True}, "windows is for 1"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_sentence(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    raw = {**ModelConfig.named("tiny").to_hf(), **change}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(LadderError, match=message) as caught:
+        ModelConfig.from_directory(tmp_path)
+    assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
+def test_a_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(LadderError, match=r"config\.json"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_silent_keys_take_transformers_defaults() -> None:
+    raw = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    config = ModelConfig.from_hf({**raw, "intermediate_size": 64, "vocab_size": 32})
+    assert (config.kv_heads, config.context, config.windows) == (8, 131_072, (4096, 4096))
+    theirs = make("mistral").config.__class__(**{k: v for k, v in raw.items() if k != "model_type"})
+    assert (theirs.num_key_value_heads, theirs.max_position_embeddings, theirs.sliding_window) == (8, 131_072, 4096)
+
+
+def test_end_of_text_ids(tmp_path: Path) -> None:
+    raw = replace(ModelConfig.named("tiny"), eos=(7,)).to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_directory(tmp_path).eos == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert ModelConfig.from_directory(tmp_path).eos == (7, 9)

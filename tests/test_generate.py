@@ -1,0 +1,190 @@
+"""Generation in one process: company does not matter, streams add up, stops stop, ranks agree."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder import LLM, SamplingParams
+from ladder.engine.sampling import Sampler, filtered
+from ladder.engine.text import Text
+from ladder.errors import LadderError
+from tests.checkpoints import END, byte_tokenizer, tiny
+
+PROMPTS = ["a", "Never wait for the network", "x" * 90, [5, 17, 9]]
+SHARED = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard:2 ladder:2")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("wiring", SHARED)
+def test_the_same_tokens_at_every_degree(directory: Path, wiring: str) -> None:
+    params = SamplingParams(max_new_tokens=24)
+    answers = []
+    for tp in (1, 2, 4, 8):
+        with LLM(directory, wiring=wiring, tp=tp) as llm:
+            answers.append([result.token_ids for result in llm.generate(PROMPTS, params)])
+    assert all(answer == answers[0] for answer in answers)
+    assert len({tuple(line) for line in answers[0]}) == len(PROMPTS)
+
+
+def test_wirings_differ_and_the_checkpoint_chooses(directory: Path, tmp_path: Path) -> None:
+    params = SamplingParams(max_new_tokens=24)
+    answers = set()
+    for wiring in SHARED:
+        with LLM(directory, wiring=wiring) as llm:
+            answers.add(tuple(llm.generate(["abc"], params)[0].token_ids))
+    assert len(answers) == len(SHARED)
+    with LLM(tiny(tmp_path, "ladder")) as wired, LLM(directory, wiring="ladder") as asked:
+        assert wired.generate(["abc"], params) == asked.generate(["abc"], params)
+    with LLM(tmp_path, wiring="standard") as back, LLM(directory) as plain:
+        assert back.generate(["abc"], params) == plain.generate(["abc"], params)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(40), SamplingParams(40, 0.9, 50, 0.95, seed=3)], ids=str)
+def test_company_does_not_matter(directory: Path, params: SamplingParams) -> None:
+    with LLM(directory, batch=3) as llm:
+        together = llm.generate(PROMPTS, params)
+        alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+def test_a_stream_adds_up_to_the_results(directory: Path) -> None:
+    params = SamplingParams(30, temperature=1.0, seed=1)
+    with LLM(directory) as llm:
+        results = llm.generate(PROMPTS, params)
+        texts, tokens, reasons = [""] * 4, [[] for _ in PROMPTS], [None] * 4  # type: ignore[var-annotated]
+        for chunk in llm.stream(PROMPTS, params):
+            assert reasons[chunk.index] is None  # nothing after the last
+            texts[chunk.index] += chunk.text or ""
+            tokens[chunk.index] += chunk.token_ids
+            reasons[chunk.index] = chunk.finish_reason  # type: ignore[call-overload]
+    assert [(r.text, r.token_ids, r.finish_reason) for r in results] == list(zip(texts, tokens, reasons, strict=True))
+
+
+def test_finish_reasons(tmp_path: Path) -> None:
+    with LLM(tiny(tmp_path / "plain")) as llm:
+        free = llm.generate(["abc"], SamplingParams(30))[0]
+        assert (len(free.token_ids), free.finish_reason) == (30, "length")
+        # the context of 512 ends a request as well
+        full = llm.generate([[1] * 500], SamplingParams(30))[0]
+        assert (len(full.token_ids), full.finish_reason) == (12, "length")
+    end = free.token_ids[11]
+    with LLM(tiny(tmp_path / "end", eos=(end, END))) as llm:
+        ended = llm.generate(["abc", "xyz"], SamplingParams(30))[0]
+        assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+        assert ended.finish_reason == "stop"
+
+
+def test_stop_texts(directory: Path) -> None:
+    with LLM(directory) as llm:
+        free = llm.generate(["abc"], SamplingParams(60))[0]
+        text = free.text or ""
+        stop = text[20:23]
+        stopped = llm.generate(["abc"], SamplingParams(60, stop=("not in there", stop)))[0]
+        assert stopped.text == text[: text.index(stop)] and stopped.finish_reason == "stop"
+        assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+        streamed = "".join(c.text or "" for c in llm.stream(["abc"], SamplingParams(60, stop=(stop,))))
+        assert streamed == stopped.text
+
+
+@pytest.mark.parametrize("stop", [(), ("lo w",), ("ö",), ("zz", "o"), ("x\ufffd",)])
+@pytest.mark.parametrize("text", ["hello wörld €uro 🎈 end", "🎈", "zzz zz", ""])
+def test_text_grows_by_whole_characters(text: str, stop: tuple[str, ...]) -> None:
+    tokenizer = byte_tokenizer()
+    grown = Text(tokenizer, stop)
+    pieces = []
+    for token in tokenizer(text).input_ids:
+        pieces.append(grown.add(token))
+        if grown.stopped:
+            break
+    pieces.append(grown.finish())
+    expected = min((text.split(word)[0] for word in stop), key=len, default=text)
+    assert "".join(pieces) == grown.text == expected
+    assert grown.stopped == any(word in text for word in stop)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_unfinished_bytes_appear_at_the_end() -> None:
+    tokenizer = byte_tokenizer()
+    grown = Text(tokenizer, ())
+    assert [grown.add(token) for token in tokenizer("🎈").input_ids[:3]] == ["", "", ""]
+    assert "\ufffd" in grown.finish()
+
+
+def test_sampling_follows_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
+    sampler = Sampler(SamplingParams(temperature=0.7, seed=0))
+    draws = torch.tensor([sampler.choose(logits) for _ in range(4000)]).bincount(minlength=5) / 4000
+    assert (draws - (logits / 0.7).softmax(-1)).abs().max() < 0.03
+
+
+def test_filters() -> None:
+    logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log()
+    assert filtered(logits, 0, 1.0).tolist() == pytest.approx([0.1, 0.5, 0.2, 0.2])
+    assert filtered(logits, 2, 1.0).tolist() == pytest.approx([0, 5 / 7, 2 / 7, 0])
+    assert filtered(logits, 0, 0.6).tolist() == pytest.approx([0, 5 / 7, 2 / 7, 0])
+    assert filtered(logits, 0, 0.01).tolist() == [0, 1, 0, 0]
+    assert filtered(logits, 99, 1.0).tolist() == pytest.approx([0.1, 0.5, 0.2, 0.2])
+
+
+def test_filters_as_in_transformers() -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0)) * 3
+    for temperature, top_k, top_p in [(0.7, 10, 0.9), (1.5, 97, 0.5), (1.0, 3, 0.99), (0.3, 50, 0.2)]:
+        theirs = logits
+        for warper in (TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
+            theirs = warper(torch.zeros(1, 1, dtype=torch.long), theirs)
+        ours = filtered(logits[0] / temperature, top_k, top_p)
+        torch.testing.assert_close(ours, theirs[0].softmax(-1))
+
+
+def test_seeds(directory: Path) -> None:
+    with LLM(directory) as llm:
+        answers = [llm.generate(["abc"], SamplingParams(20, 1.0, seed=seed))[0].token_ids for seed in (1, 1, 2)]
+        free = [llm.generate(["abc"], SamplingParams(20, 1.0))[0].token_ids for _ in range(2)]
+    assert answers[0] == answers[1] != answers[2]
+    assert free[0] != free[1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"seed": -1},
+        {"stop": ("",)},
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(LadderError, match=next(iter(wrong))):
+        SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
+    tiny(tmp_path, tokenizer=False)
+    byte_tokenizer(extra=3, begin=True).save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm:
+        assert llm.opened.requests(["", "a"], SamplingParams())[0].tokens == [259]
+        assert llm.generate(["a"])[0].token_ids == llm.generate([[259, *byte_tokenizer()("a").input_ids]])[0].token_ids
+
+
+def test_a_timed_link_takes_time_and_changes_nothing(directory: Path) -> None:
+    """Eight sums, the embedding's and the logits' exchange: ten times 20 ms, one after the other."""
+    from time import monotonic
+
+    params = SamplingParams(1)
+    with LLM(directory, tp=2) as free, LLM(directory, tp=2, link="20ms,1GB/s") as timed:
+        expected = free.generate(["abc"], params)
+        begin = monotonic()
+        assert timed.generate(["abc"], params) == expected
+        assert monotonic() - begin >= 0.2

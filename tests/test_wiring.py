@@ -1,0 +1,232 @@
+"""Wirings as text and as a table."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ladder.errors import LadderError
+from ladder.wiring import Out, SubBlock, Wiring, canonical, row
+
+REDUCE, HOLD, LOCAL = Out.REDUCE, Out.HOLD, Out.LOCAL
+
+# The design's table: (attention's lag and out, MLP's lag and out) of the first three layers; sums of twelve layers
+TABLE = {
+    "standard": ([(0, REDUCE, 0, REDUCE), (0, REDUCE, 0, REDUCE), (0, REDUCE, 0, REDUCE)], 24),
+    "parallel": ([(0, HOLD, 0, REDUCE), (0, HOLD, 0, REDUCE), (0, HOLD, 0, REDUCE)], 12),
+    "ladder": ([(1, REDUCE, 1, REDUCE), (1, REDUCE, 1, REDUCE), (1, REDUCE, 1, REDUCE)], 24),
+    "ladder-2": ([(2, REDUCE, 2, REDUCE), (2, REDUCE, 2, REDUCE), (2, REDUCE, 2, REDUCE)], 24),
+    "ladder-3": ([(3, REDUCE, 3, REDUCE), (3, REDUCE, 3, REDUCE), (3, REDUCE, 3, REDUCE)], 24),
+    "ladder-1-2": ([(1, REDUCE, 2, REDUCE), (1, REDUCE, 2, REDUCE), (1, REDUCE, 2, REDUCE)], 24),
+    "ladder-2-1": ([(2, REDUCE, 1, REDUCE), (2, REDUCE, 1, REDUCE), (2, REDUCE, 1, REDUCE)], 24),
+    "ladder-0-1": ([(0, REDUCE, 1, REDUCE), (0, REDUCE, 1, REDUCE), (0, REDUCE, 1, REDUCE)], 24),
+    "ladder-10-0": ([(10, REDUCE, 0, REDUCE), (10, REDUCE, 0, REDUCE), (10, REDUCE, 0, REDUCE)], 24),
+    "desync-1x": ([(0, REDUCE, 0, REDUCE), (0, REDUCE, 0, REDUCE), (0, REDUCE, 0, REDUCE)], 24),
+    "desync-2x": ([(0, LOCAL, 0, REDUCE), (0, LOCAL, 0, REDUCE), (0, LOCAL, 0, REDUCE)], 12),
+    "desync-3x": ([(0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL), (0, LOCAL, 0, REDUCE)], 8),
+    "desync-4x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, REDUCE), (0, LOCAL, 0, LOCAL)], 6),
+    "desync-5x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL)], 4),
+    "none": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL)], 0),
+}
+
+PATTERNS = {
+    "ladder": ["ladder"] * 6,
+    " ladder\n": ["ladder"] * 6,
+    "standard:4 ladder:2": ["standard"] * 4 + ["ladder"] * 2,
+    "standard:2 ladder-1:1 standard:3": ["standard"] * 2 + ["ladder"] + ["standard"] * 3,
+    "ladder:2  ladder:4": ["ladder"] * 6,
+    "ladder@3-5": ["standard"] * 3 + ["ladder"] * 3,
+    "ladder@5": ["standard"] * 5 + ["ladder"],
+    "ladder standard@0,4-5": ["standard", "ladder", "ladder", "ladder", "standard", "standard"],
+    "ladder-2@0 none@4-4,1": ["ladder-2", "none", "standard", "standard", "none", "standard"],
+    "parallel ladder@0 desync-2x@1,3": ["ladder", "desync-2x", "parallel", "desync-2x", "parallel", "parallel"],
+}
+
+REFUSED = {  # for six layers: the text, and what the message names
+    "": "empty",
+    "  ": "empty",
+    "laddr": "'laddr'",
+    "Ladder": "'Ladder'",
+    "ladder-": "'ladder-'",
+    "ladder-x": "'ladder-x'",
+    "ladder--1": "'ladder--1'",
+    "ladder-01": "'ladder-01'",
+    "ladder-1-2-3": "'ladder-1-2-3'",
+    "desync-0x": "'desync-0x'",
+    "desync-2": "'desync-2'",
+    "desync": "'desync'",
+    "standard:3": "3 layers",
+    "standard:3 ladder:4": "'standard:3 ladder:4'",
+    "ladder:99999999999": "'ladder:99999999999'",
+    "ladder:0 standard:6": "'ladder:0'",
+    "ladder:-1 standard:7": "'ladder:-1'",
+    "ladder:x": "'ladder:x'",
+    "ladder: standard:6": "'ladder:'",
+    "standard:3 laddr:3": "'laddr'",
+    "standard:3 ladder": "'ladder'",
+    "standard:3 ladder@3-5": "'ladder@3-5'",
+    "standard ladder": "'ladder'",
+    "ladder@6": "'6'",
+    "ladder@4-6": "'4-6'",
+    "ladder@4-3": "'4-3'",
+    "ladder@": "''",
+    "ladder@1,": "''",
+    "ladder@-1": "'-1'",
+    "ladder@1-2-3": "'1-2-3'",
+    "ladder@a": "'a'",
+    "@3": "''",
+    "laddr@3": "'laddr'",
+    "ladder@1,0-2": "layer 1",
+    "ladder@1 parallel@1": "layer 1",
+    "ladder\nx@1": "'x'",
+}
+
+lags = st.integers(0, 12)
+names = st.one_of(
+    st.sampled_from(("standard", "parallel", "ladder", "none")),
+    st.builds("ladder-{}".format, lags),
+    st.builds("ladder-{}-{}".format, lags, lags),
+    st.builds("desync-{}x".format, st.integers(1, 12)),
+)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table(name: str) -> None:
+    layers, sums = TABLE[name]
+    expected = [(SubBlock(a, out_a), SubBlock(m, out_m)) for a, out_a, m, out_m in layers]
+    wiring = Wiring.parse(name, 12)
+    assert list(wiring.sub_blocks()[:3]) == expected
+    assert len(wiring.sub_blocks()) == 12
+    assert wiring.sums() == sums
+
+
+def test_a_cycle_starts_anew_with_its_run() -> None:
+    wiring = Wiring.parse("desync-3x:2 ladder:1 desync-3x:2", 5)
+    run = [(SubBlock(0, LOCAL), SubBlock(0, LOCAL)), (SubBlock(0, REDUCE), SubBlock(0, LOCAL))]
+    assert list(wiring.sub_blocks()) == [*run, (SubBlock(1, REDUCE),) * 2, *run]
+    assert Wiring.parse("desync-3x:1 desync-3x:3", 4) == Wiring.parse("desync-3x", 4)
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_patterns(text: str) -> None:
+    wiring = Wiring.parse(text, 6)
+    assert list(wiring.layers) == PATTERNS[text]
+    assert Wiring.parse(str(wiring), 6) == wiring
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("ladder-1", "ladder"),
+        ("ladder-0", "standard"),
+        ("ladder-1-1", "ladder"),
+        ("ladder-0-0", "standard"),
+        ("ladder-2-2", "ladder-2"),
+        ("ladder-2-1", "ladder-2-1"),
+        ("ladder-10-10", "ladder-10"),
+        ("desync-1x", "desync-1x"),
+    ],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert canonical(alias) == name
+    assert Wiring((alias,)) == Wiring((name,))
+    assert row(alias) == row(name)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused(text: str) -> None:
+    with pytest.raises(LadderError) as caught:
+        Wiring.parse(text, 6)
+    message = str(caught.value)
+    assert REFUSED[text] in message
+    assert "\n" not in message
+
+
+def test_the_constructor_refuses_unknown_names_too() -> None:
+    with pytest.raises(LadderError, match="'laddr'"):
+        Wiring(("ladder", "laddr"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        (["ladder"] * 3, "ladder"),
+        (["ladder-1", "ladder", "ladder-1-1"], "ladder"),
+        (["standard", "ladder", "ladder"], "standard:1 ladder:2"),
+        (["none", "desync-2x", "none"], "none:1 desync-2x:1 none:1"),
+    ],
+)
+def test_printing(layers: list[str], text: str) -> None:
+    assert str(Wiring(tuple(layers))) == text
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(names, min_size=1, max_size=20))
+def test_what_is_printed_reads_back(layers: list[str]) -> None:
+    wiring = Wiring(tuple(layers))
+    assert Wiring.parse(str(wiring), len(layers)) == wiring
+    assert Wiring.parse(" ".join(f"{name}:1" for name in layers), len(layers)) == wiring
+    assert Wiring.parse(" ".join(f"{name}@{layer}" for layer, name in enumerate(layers)), len(layers)) == wiring
+    assert all(canonical(name) == name for name in wiring.layers)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.text("ladersty-nox0123:@, \n", max_size=20), st.integers(1, 5))
+def test_any_text_is_read_or_refused(text: str, layers: int) -> None:
+    try:
+        wiring = Wiring.parse(text, layers)
+    except LadderError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(wiring.layers) == layers
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [
+        (None, []),
+        (0, []),
+        (2, [3, 4]),
+        (5, [0, 1, 2, 3, 4]),
+        ([], []),
+        ([0, 4], [0, 4]),
+        ((3, 1), [1, 3]),
+    ],
+)
+def test_ladder_layers(value: object, layers: list[int]) -> None:
+    wiring = Wiring.from_ladder_layers(value, 5)
+    assert list(wiring.layers) == ["ladder" if layer in layers else "standard" for layer in range(5)]
+    assert wiring.is_standard == (not layers)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (True, "True"),
+        (False, "False"),
+        (6, "6"),
+        (-1, "-1"),
+        ([0, 5], "layer 5"),
+        ([-1], "layer -1"),
+        ([0, True], "True"),
+        (["0"], "'0'"),
+        ("ladder\n", r"'ladder\n'"),
+        (2.0, "2.0"),
+        ({"0": 1}, "{'0': 1}"),
+    ],
+)
+def test_ladder_layers_refused(value: object, named: str) -> None:
+    with pytest.raises(LadderError) as caught:
+        Wiring.from_ladder_layers(value, 5)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ("ladder", "ladder.wiring", "ladder.comm.link", "ladder.config"))
+def test_no_torch(module: str) -> None:
+    """The performance model and the command line's first answers do not wait for torch."""
+    program = f"import sys, {module}; sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
