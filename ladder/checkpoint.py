@@ -68,8 +68,8 @@ class Directory:
         if not index.exists():
             raise LadderError(f"{self.path} has neither {SINGLE} nor {INDEX}: only safetensors weights are read")
         table = read_json(index).get("weight_map")
-        if not isinstance(table, dict) or not table:
-            raise LadderError(f"{index} has no 'weight_map'")
+        if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
+            raise LadderError(f"{index} has no 'weight_map' from tensors to files")
         return {name: self.path / file for name, file in table.items()}
 
     def _read_header(self, file: Path) -> None:

@@ -1,6 +1,7 @@
 """Ranks inside one process: exact sums, gradients through them, and failures that end everybody."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -65,7 +66,13 @@ def test_ranks_and_results_are_in_order(world: World) -> None:
 
 
 def test_sums_are_the_same_bits_on_all_ranks(world: World) -> None:
-    for total in in_time(world, lambda comm: comm.all_reduce(noise(comm.rank)).wait()):
+    """Also when the last rank is the first to send."""
+
+    def work(comm: Comm) -> Tensor:
+        time.sleep(0.005 * (comm.size - 1 - comm.rank))
+        return comm.all_reduce(noise(comm.rank)).wait()
+
+    for total in in_time(world, work):
         assert torch.equal(total, in_rank_order(world.size))
 
 

@@ -71,8 +71,9 @@ def model() -> tuple[ModelConfig, Tensor]:
 
 
 def mine(rank: int, dtype: torch.dtype) -> Tensor:
-    """[2, 3, 4] small integers, which every type adds up exactly; not contiguous."""
-    x = (torch.arange(24, dtype=dtype) + rank * 10).view(2, 4, 3).transpose(1, 2)
+    """[2, 3, 4] small integers, which every type adds up exactly; not contiguous, and stored in two different ways."""
+    x = (torch.arange(24, dtype=dtype) + rank * 10).view(2, 3, 4)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if rank % 2 else x.repeat_interleave(2, dim=-1)[..., ::2]
     assert not x.is_contiguous()
     return x
 

@@ -66,7 +66,7 @@ def test_nothing_happens_at_import(file: Path) -> None:
 def test_files_are_small_and_listed_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for file in FILES:
-        assert len(file.read_text().splitlines()) <= 330, file
+        assert len(file.read_text().splitlines()) <= 350, file
         if file.name not in ("__init__.py", "__main__.py"):
             assert file.name in readme, f"{file.name} is missing in the README's tree"
 

@@ -35,6 +35,7 @@ SCHEDULES = {
     "desync-2x:1 ladder:1": "S0 W0  C1  C2 S1  C3 S2 W1  C4 S3 W2 W3",
     "ladder:1 desync-2x:1": "S0 W0  C1 S1  C2 S2 W1 W2  C3  C4 S3 W3",
     "desync-3x:1 desync-2x:1": "S0 W0  C1  C2  C3  C4 S1 W1",
+    "standard:1 desync-3x:2": "S0 W0  C1 S1 W1  C2 S2 W2  C3  C4  C5 S3 W3  C6",
     "ladder:1 none:1": "S0 W0  C1 S1  C2 S2 W1 W2  C3  C4",
     "none:1 ladder:1": "S0 W0  C1  C2  C3 S1  C4 S2 W1  W2",
     # a second layer of each kind, where the lags have settled

@@ -103,9 +103,9 @@ def test_the_table(name: str) -> None:
 
 
 def test_a_cycle_starts_anew_with_its_run() -> None:
-    wiring = Wiring.parse("desync-3x:2 ladder:1 desync-3x:2", 5)
+    wiring = Wiring.parse("desync-3x:2 ladder:2 desync-3x:2", 6)
     run = [(SubBlock(0, LOCAL), SubBlock(0, LOCAL)), (SubBlock(0, REDUCE), SubBlock(0, LOCAL))]
-    assert list(wiring.sub_blocks()) == [*run, (SubBlock(1, REDUCE),) * 2, *run]
+    assert list(wiring.sub_blocks()) == [*run, *[(SubBlock(1, REDUCE),) * 2] * 2, *run]
     assert Wiring.parse("desync-3x:1 desync-3x:3", 4) == Wiring.parse("desync-3x", 4)
 
 

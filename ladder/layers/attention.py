@@ -44,7 +44,8 @@ class Place:
     seen: int  # how many positions of the cache the furthest token can see
     cos: Tensor  # [batch, tokens, 1, head_dim], like sin
     sin: Tensor
-    masks: dict[int | None, Tensor]  # window -> [batch, 1, tokens, seen], true where a token may look
+    masks: dict[int | None, Tensor | None]  # by window: [batch, 1, tokens, seen], true where a token may look, or ...
+    # ... None where all lines begin at position 0 and no window bites: plain causal attention needs no mask in memory
 
     @classmethod
     def of(
@@ -58,10 +59,13 @@ class Place:
         if cache is not None and seen > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
         positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(tokens, device=device)
-        distance = positions.unsqueeze(-1) - torch.arange(seen, device=device)
-        masks = {
-            window: ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1) for window in set(config.windows)
-        }
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(config.windows):
+            if seen == tokens and (window is None or window >= seen):
+                masks[window] = None
+            else:
+                distance = positions.unsqueeze(-1) - torch.arange(seen, device=device)
+                masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
         lines = torch.arange(batch, device=device).unsqueeze(1)
         return cls(positions, lines, seen, *angles(frequencies, positions, dtype), masks)
 
@@ -95,6 +99,6 @@ class Attention(nn.Module):
             k, v = keys[:, : place.seen], values[:, : place.seen]
         mask = place.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         partial: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
         return partial
