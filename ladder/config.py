@@ -112,6 +112,9 @@ class ModelConfig:
             object.__setattr__(self, "windows", (None,) * self.layers)
         if not self.wiring.layers:
             object.__setattr__(self, "wiring", Wiring(("standard",) * self.layers))
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise LadderError(f"a sliding window must be at least 1, not {window}")
         for name, length in (("wiring", len(self.wiring.layers)), ("windows", len(self.windows))):
             if length != self.layers:
                 raise LadderError(f"{name} is for {length} layers, the model has {self.layers}")

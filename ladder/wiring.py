@@ -54,9 +54,9 @@ ROWS: dict[str, Row] = {
     "none": (SubBlock(0, Out.LOCAL),),
 }
 
-_NUMBER = r"(0|[1-9]\d*)"
+_NUMBER = r"(0|[1-9][0-9]{0,3})"
 _LADDER = re.compile(rf"ladder-{_NUMBER}(?:-{_NUMBER})?")
-_DESYNC = re.compile(r"desync-([1-9]\d*)x")
+_DESYNC = re.compile(r"desync-([1-9][0-9]{0,3})x")
 _KNOWN = "standard, parallel, ladder, ladder-N, ladder-A-M, desync-Nx, none"
 
 
@@ -69,7 +69,7 @@ def canonical(name: str) -> str:
         if attention != mlp:
             return f"ladder-{attention}-{mlp}"
         return {"0": "standard", "1": "ladder"}.get(attention, f"ladder-{attention}")
-    raise LadderError(f"unknown wiring {name!r}: known are {_KNOWN} (N, A, M are numbers)")
+    raise LadderError(f"unknown wiring {name!r}: known are {_KNOWN} (N, A, M are numbers below 10000)")
 
 
 def row(name: str) -> Row:
@@ -119,10 +119,10 @@ class Wiring:
         names: list[str] = []
         for item in items:
             name, _, count = item.partition(":")
-            if not re.fullmatch(r"[1-9]\d*", count):
+            if not re.fullmatch(r"[1-9][0-9]{0,5}", count):
                 raise LadderError(f"wiring {text!r}: {item!r} is not NAME:COUNT, as in 'standard:16 ladder:16'")
             canonical(name)
-            if len(names) + int(count) > layers:  # also keeps an absurd count from filling the memory
+            if len(names) + int(count) > layers:
                 raise LadderError(f"wiring {text!r} covers more than the model's {layers} layers")
             names += [name] * int(count)
         if len(names) != layers:
@@ -148,7 +148,9 @@ class Wiring:
     def __str__(self) -> str:
         """The shortest text of runs; `parse` reads it back."""
         runs = [(name, len(list(group))) for name, group in groupby(self.layers)]
-        return runs[0][0] if len(runs) == 1 else " ".join(f"{name}:{count}" for name, count in runs)
+        if len(runs) == 1:
+            return runs[0][0]
+        return " ".join(f"{name}:{count}" for name, count in runs)
 
     @property
     def is_standard(self) -> bool:
@@ -174,7 +176,7 @@ def _numbers(text: str, pattern: str, layers: int) -> list[int]:
     """`0,4-7` as [0, 4, 5, 6, 7]."""
     numbers: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part)
         if not match:
             raise LadderError(f"wiring {pattern!r}: {part!r} is not a layer number or a range such as 16-31")
         first, last = int(match[1]), int(match[2] or match[1])

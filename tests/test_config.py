@@ -107,6 +107,7 @@ def test_llama3_frequencies_at_the_published_settings() -> None:
         ({"num_key_value_heads": 3}, "8 heads cannot share 3 key/value heads"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotary scaling 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "'factor' is missing"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding window must be at least 1, not 0"),
         ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn' is not supported"),
         ({"ladder_layers": 5}, "ladder_layers is 5, the model has 4 layers"),
         ({"ladder_layers": 2, "wiring": "ladder"}, "keep one"),

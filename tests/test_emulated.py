@@ -178,3 +178,12 @@ def test_a_world_closed_in_the_middle_releases_its_ranks() -> None:
 
     with pytest.raises(RuntimeError):
         in_time(world, work)
+
+
+def test_a_rank_that_ends_too_early_is_an_error_not_a_hang() -> None:
+    def work(comm: Comm) -> None:
+        if comm.rank != 1:
+            comm.all_reduce(noise(comm.rank)).wait()
+
+    with World(4) as world, pytest.raises(RuntimeError, match="rank 1 ended without a message"):
+        in_time(world, work)

@@ -6,7 +6,7 @@ flow through them.
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ class World:
     def _reset(self) -> None:
         """Forget what a run that failed left behind."""
         self._failed = False
+        self._ended: set[int] = set()
         # by ticket, the number of an exchange: what each rank brought, and how many ranks have taken it away
         self._messages: dict[int, dict[int, Tensor]] = {}
         self._taken: dict[int, int] = {}
@@ -47,8 +48,9 @@ class World:
         futures = [self._threads.submit(self._guarded, work, comm) for comm in self.ranks]
         try:
             errors = [error for future in futures if (error := future.exception())]
-        except BaseException:  # Ctrl-C while waiting: release the ranks before leaving
+        except BaseException:  # Ctrl-C while waiting: release the ranks and see them end before leaving
             self._fail()
+            wait(futures)
             raise
         if errors:
             raise next((error for error in errors if not isinstance(error, RankFailed)), errors[0])
@@ -60,6 +62,10 @@ class World:
         except BaseException:
             self._fail()
             raise
+        finally:
+            with self._changed:
+                self._ended.add(comm.rank)
+                self._changed.notify_all()
 
     def _fail(self) -> None:
         with self._changed:
@@ -75,10 +81,12 @@ class World:
     def take(self, ticket: int) -> list[Tensor]:
         """Every rank's part of that exchange, in rank order, once all have brought theirs."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or len(self._messages.get(ticket, ())) == self.size)
+            parts = self._messages[ticket]
+            self._changed.wait_for(lambda: self._failed or len(parts) == self.size or self._ended - parts.keys())
             if self._failed:
                 raise RankFailed("another rank failed")
-            parts = self._messages[ticket]
+            if len(parts) < self.size:
+                raise RuntimeError(f"rank {min(self._ended - parts.keys())} ended without a message others wait for")
             self._taken[ticket] = self._taken.get(ticket, 0) + 1
             if self._taken[ticket] == self.size:
                 del self._messages[ticket], self._taken[ticket]

@@ -17,8 +17,8 @@ from ladder.layers.rope import angles, rotate
 class KVCache:
     """Keys and values of a batch, one line per request: [batch, capacity, kv_heads of this rank, head_dim] per layer.
 
-    `lengths` says how much of each line is valid. Whatever lies beyond may be anything: a token sees only positions
-    up to its own, and those have been written by the time it looks.
+    `lengths` says how much of each line is valid. Beyond that may lie any finite numbers: a token sees only
+    positions up to its own, and those have been written by the time it looks.
     """
 
     def __init__(
