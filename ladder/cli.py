@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from ladder import __version__
 from ladder.engine.options import EngineOptions, SamplingParams, option
-from ladder.errors import LadderError
+from ladder.errors import LadderError, RankError
 
 if TYPE_CHECKING:
     from ladder.engine.requests import Chunk, Result
@@ -101,11 +101,12 @@ def about(version: bool = typer.Option(False, "--version", help="Print the versi
 @verb(EngineOptions, Prompts, SamplingParams)
 def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) -> None:
     """Continue prompts with a model from a Hugging Face directory, under any wiring."""
-    from ladder.engine.llm import LLM, result  # torch takes seconds to import: not for --help
+    from ladder.engine.executors import adopt_world  # torch takes seconds to import: not for --help
+    from ladder.engine.llm import LLM, result
     from ladder.engine.requests import Opened
 
     given = prompts.all()
-    opened = Opened(engine)
+    opened = Opened(adopt_world(engine))
     requests = opened.requests(given, sampling)
     with _loading(opened.weight_bytes) as progress:
         llm = LLM.load(opened, progress)
@@ -143,10 +144,13 @@ def _loading(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def main() -> NoReturn:
-    """The command `ladder`: bad input costs one sentence on standard error and exit status 2."""
+    """The command `ladder`: bad input costs one sentence and exit status 2, a rank that fails one sentence and 1."""
     try:
         app()
     except LadderError as error:
         typer.echo(f"ladder: {error}", err=True)
         sys.exit(2)
+    except RankError as error:
+        typer.echo(f"ladder: {error}", err=True)
+        sys.exit(1)
     sys.exit(0)

@@ -1,5 +1,9 @@
-"""The one exception that is the user's business: the command line prints its text and exits."""
+"""The exceptions that are the user's business: the command line prints their text and exits."""
 
 
 class LadderError(ValueError):
     """Bad input. The text names what was wrong, the value, and what to do."""
+
+
+class RankError(RuntimeError):
+    """A rank failed while it worked, and all were stopped. The text names it."""

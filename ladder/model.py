@@ -13,7 +13,7 @@ Which of these happens is not written here: a layer reads the stream with the la
 rows of the wiring's table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -78,15 +78,21 @@ class Decoder(nn.Module):
             self.lm_head = Head("lm_head", config.vocab, config.hidden, comm, dtype, tied)
         self.register_buffer("frequencies", frequencies(config.rope, config.head_dim).to(device), persistent=False)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, last: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        last: Tensor | None = None,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
         """This rank's block of the logits.
 
-        `tokens` [batch, tokens] follow what the cache holds (nothing without one); lines shorter than the longest are
-        filled up at the right with any id. `last` [batch] picks one token of each line, [batch, 1, block]; without it
-        all of them are answered, [batch, tokens, block].
+        `tokens` [batch, tokens] follow what the cache's `slots` hold (without a cache: nothing; without `slots`: line i
+        has slot i); lines shorter than the longest are filled up at the right with any id. `last` [batch] picks one
+        token of each line, [batch, 1, block]; without it all of them are answered, [batch, tokens, block].
         """
         frequencies: Tensor = self.frequencies  # type: ignore[assignment]
-        place = Place.of(tokens.shape, cache, self.config, frequencies, self.embed_tokens.weight.dtype)
+        place = Place.of(tokens.shape, cache, slots, self.config, frequencies, self.embed_tokens.weight.dtype)
         stream = ResidualStream(self.comm, self.embed_tokens(tokens))
         for layer in self.layers:
             layer(stream, place, cache)
@@ -104,7 +110,7 @@ class Decoder(nn.Module):
             room = "" if module is self.lm_head else "model."
             yield from module.shards(room + path[: path.rfind(".") + 1])
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty cache for this rank's heads."""
         weight = self.embed_tokens.weight
-        return KVCache(self.config, self.comm.size, batch, capacity, weight.device, weight.dtype)
+        return KVCache(self.config, self.comm.size, slots, capacity, weight.device, weight.dtype)

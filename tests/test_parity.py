@@ -164,7 +164,7 @@ def test_cached_decoding(worlds: dict[int, World], name: str, ranks: int) -> Non
 
     def decode(comm: Comm) -> tuple[Tensor, list[list[Tensor]]]:
         model = decoder(config, weights, comm)
-        cache = model.new_cache(batch=3, capacity=12)
+        cache = model.new_cache(slots=3, capacity=12)
         for stale in cache.keys + cache.values:
             stale.fill_(7.0)  # what lies beyond a line's length may be anything
         start = some_tokens(batch=3, length=5, seed=4)  # any ids at the right of the shorter lines

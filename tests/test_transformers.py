@@ -12,6 +12,7 @@ from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.model import Decoder
 from tests.families import FAMILIES, make
+from tests.threads import threaded
 
 LENGTHS = (1, 5, 17, 40)  # the longest is several sliding windows long
 
@@ -87,7 +88,7 @@ def test_sharded_logits(family: str, tmp_path: Path) -> None:
 def test_smollm2_on_three_ranks(tmp_path: Path) -> None:
     theirs = make("smollm2", tmp_path)
     line = prompts(theirs.config.vocab_size)[1]
-    with LLM(tmp_path) as one, LLM(tmp_path, tp=3) as three:
+    with LLM(tmp_path) as one, threaded(tmp_path, tp=3) as three:
         assert one.generate([line]) == three.generate([line])
 
 

@@ -22,9 +22,10 @@ class Distributed:
         return _Sum(x, work)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        joined = x.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(joined, x.contiguous().view(-1), group=self._group)
-        return torch.cat(joined.view(self.size, *x.shape).unbind(0), dim=-1)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self._group)
+        return torch.cat(parts, dim=-1)
 
 
 class _Sum:

@@ -1,67 +1,141 @@
 """The Python face.
 
-with LLM("path/to/model", wiring="ladder") as llm:
+with LLM("path/to/model", wiring="ladder", tp=2) as llm:
     for result in llm.generate(["Once upon a time"], SamplingParams(max_new_tokens=32)):
         print(result.text)
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ladder.engine.core import Add, Command, Drop
+from ladder.engine.executors import Executor, adopt_world, start
 from ladder.engine.options import EngineOptions, SamplingParams
-from ladder.engine.ranks import Ranks
 from ladder.engine.requests import Chunk, Opened, Prompt, Request, Result
+from ladder.engine.scheduler import Job
+from ladder.errors import LadderError
 
 
 class LLM:
-    """A loaded model. Keywords are those of `EngineOptions`."""
+    """A loaded model and its ranks. Keywords are those of `EngineOptions`. Close it, or use it in a `with` block.
+
+    Requests may join at any time (`submit`), leave at any time (`cancel`), and advance whenever somebody asks for
+    their chunks (`poll`, and what is made of it: `generate` and `stream`).
+    """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._start(Opened(EngineOptions(Path(model), **options)), None)
+        opened = Opened(adopt_world(EngineOptions(Path(model), **options)))
+        self._begin(opened, start(opened))
 
     @classmethod
     def load(cls, opened: Opened, progress: Callable[[int], None] | None = None) -> "LLM":
         """From a directory that has been opened already; `progress` is told the bytes of weights as they are loaded."""
+        return cls.over(opened, start(opened, progress))
+
+    @classmethod
+    def over(cls, opened: Opened, executor: Executor) -> "LLM":
+        """On ranks that have been started already."""
         llm = cls.__new__(cls)
-        llm._start(opened, progress)
+        llm._begin(opened, executor)
         return llm
 
-    def _start(self, opened: Opened, progress: Callable[[int], None] | None) -> None:
+    def _begin(self, opened: Opened, executor: Executor) -> None:
         self.opened = opened
-        self._ranks = Ranks(opened, progress)
+        self._executor = executor
+        self._ids = count()
+        self._open: dict[int, Request] = {}
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
-        """One result per prompt, in order. A prompt is a text or a list of token ids."""
-        requests = self.opened.requests(prompts, params or SamplingParams())
+    @property
+    def free_slots(self) -> int:
+        """How many more requests could be under way at once, when the ranks last said."""
+        return self._executor.free_slots
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """One result per prompt, in order. A prompt is a text or a list of ids; `params` one for all or one each."""
+        requests = self._requests(prompts, params)
         for _ in self.run(requests):
             pass
         return [result(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
 
-    def stream(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Pieces of the results as they come, the prompts' pieces interleaved."""
-        return self.run(self.opened.requests(prompts, params or SamplingParams()))
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Chunk]:
+        """Pieces of the results as they come, the prompts' interleaved. To stop early is to cancel what is left."""
+        return self.run(self._requests(prompts, params))
 
     def run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Carry out requests that were checked before."""
-        size = self.opened.options.batch
-        for begin in range(0, len(requests), size):
-            yield from self._run_batch(requests[begin : begin + size])
+        """Carry out requests that were checked before; those submitted by others advance, too, unseen."""
+        ids = {self._submit(request) for request in requests}
+        try:
+            while ids & self._open.keys():
+                for id, chunk in self._advance():
+                    if id in ids:
+                        yield chunk
+        finally:
+            for id in ids:
+                self.cancel(id)
 
-    def _run_batch(self, batch: Sequence[Request]) -> Iterator[Chunk]:
-        # a finished line stays in the batch, fed with its last token again and again at the same place
-        self._ranks.begin(len(batch), max(len(request.tokens) + request.limit for request in batch))
-        tokens = [request.tokens for request in batch]
-        while any(request.finish_reason is None for request in batch):
-            logits = self._ranks.step(tokens, [request.finish_reason is None for request in batch])
-            for request, line in zip(batch, logits, strict=True):
-                if request.finish_reason is None:
-                    yield request.add(request.sampler.choose(line), self.opened.config.eos)
-            tokens = [request.new[-1:] for request in batch]
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        params = params or SamplingParams()
+        if isinstance(params, SamplingParams):
+            return self.opened.requests(prompts, params)
+        if len(params) != len(prompts):
+            raise LadderError(f"{len(prompts)} prompts with {len(params)} sampling parameters: give one each, or one")
+        return [
+            self.opened.requests([prompt], own, index)[0]
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Let a request join. Its chunks' `index` is the number returned."""
+        request = self.opened.requests([prompt], params or SamplingParams())[0]
+        request.index = self._submit(request)
+        return request.index
+
+    def _submit(self, request: Request) -> int:
+        id = next(self._ids)
+        self._open[id] = request
+        self._executor.tell([Add(Job(id, request.tokens, request.limit, request.params))])
+        return id
+
+    def cancel(self, id: int) -> None:
+        """Let a request leave. One that has ended already is no error."""
+        if self._open.pop(id, None) is not None:
+            self._executor.tell([Drop(id)])
+
+    def poll(self) -> list[Chunk]:
+        """The chunks of the next step of all submitted requests; empty only when none is under way."""
+        while self._open:
+            if chunks := [chunk for _, chunk in self._advance()]:
+                return chunks
+        return []
+
+    def _advance(self) -> list[tuple[int, Chunk]]:
+        chunks: list[tuple[int, Chunk]] = []
+        left: list[Command] = []
+        for token in self._executor.poll():
+            request = self._open.get(token.id)
+            if request is None:
+                continue  # cancelled while this token was under way
+            chunks.append((token.id, request.add(token.token, token.finish_reason)))
+            if request.finish_reason is not None:
+                del self._open[token.id]
+                if token.finish_reason is None:  # a stop text: the ranks know no text
+                    left.append(Drop(token.id))
+        if left:
+            self._executor.tell(left)
+        return chunks
 
     def close(self) -> None:
-        self._ranks.close()
+        """Stop all ranks."""
+        self._executor.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -22,16 +22,18 @@ class EngineOptions:
     wiring: str | None = option(None, "Wiring, as in 'ladder' or 'standard:16 ladder:16'; default: the checkpoint's.")
     dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    tp: int = option(1, "Number of tensor-parallel ranks, emulated by threads of this process.")
+    tp: int = option(1, "Number of tensor-parallel ranks, a process each; under torchrun its world's.")
     link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
-    batch: int = option(16, "How many prompts are run together at most.")
+    batch: int = option(16, "How many prompts are under way at once, at most.")
+    chunk: int = option(512, "Prompts are read in pieces of so many tokens, so that others need not wait long.")
+    timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
     check: bool = option(False, "Refuse weights that are not finite.")
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
-        for name in ("tp", "batch"):
-            if getattr(self, name) < 1:
+        for name in ("tp", "batch", "chunk", "timeout"):
+            if not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 

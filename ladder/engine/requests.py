@@ -1,5 +1,6 @@
 """A directory opened for generation, and the requests made of it: all is checked here, before a weight is read."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,6 @@ from ladder.comm.base import Seat
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
 from ladder.engine.options import EngineOptions, SamplingParams
-from ladder.engine.sampling import Sampler
 from ladder.engine.text import Text, load_tokenizer
 from ladder.errors import LadderError
 from ladder.model import Decoder
@@ -39,25 +39,23 @@ class Result:
 
 
 class Request:
-    """A prompt on its way."""
+    """A prompt on its way: what the ranks are asked to do, and the text that becomes of their tokens."""
 
     def __init__(self, index: int, tokens: list[int], limit: int, params: SamplingParams, text: Text | None) -> None:
         self.index = index
-        self.tokens = tokens  # the prompt's
+        self.tokens = tuple(tokens)  # the prompt's
         self.limit = limit  # new tokens, at most
-        self.sampler = Sampler(params)
+        # a seed is drawn here and not by the ranks, which must all draw the same tokens
+        self.params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         self.text = text
         self.new: list[int] = []
         self.finish_reason: str | None = None
 
-    def add(self, token: int, eos: Sequence[int]) -> Chunk:
-        """Take the token that was chosen."""
+    def add(self, token: int, finish_reason: str | None) -> Chunk:
+        """Take a token from the ranks."""
         self.new.append(token)
         piece = self.text.add(token) if self.text else None
-        if token in eos or (self.text and self.text.stopped):
-            self.finish_reason = "stop"
-        elif len(self.new) == self.limit:
-            self.finish_reason = "length"
+        self.finish_reason = "stop" if self.text and self.text.stopped else finish_reason
         if self.text and self.finish_reason:
             piece = (piece or "") + self.text.finish()
         return Chunk(self.index, (token,), piece, self.finish_reason)
@@ -66,7 +64,8 @@ class Request:
 class Opened:
     """A model directory whose config, headers and tokenizer fit each other, the wiring and the number of ranks."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, tokenizer: bool = True) -> None:
+        """`tokenizer`: False for those who will never see text."""
         self.options = options
         self.link = None if options.link is None else Link.parse(options.link)
         self.device = _device(options.device)
@@ -85,14 +84,14 @@ class Opened:
             shards = list(Decoder(config, Seat(rank, options.tp), device="meta").shards())
             self.directory.check(iter(shards))
             self.weight_bytes += sum(s.target.numel() * s.target.element_size() for s in shards)
-        self.tokenizer = load_tokenizer(options.model, config.vocab)
+        self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
 
-    def requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
-        """Tokenize and check the prompts."""
+    def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
+        """Tokenize and check the prompts, which are numbered from `first`."""
         if params.stop and self.tokenizer is None:
             raise LadderError(f"stop texts need a tokenizer, {self.options.model} has none")
         requests = []
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts, first):
             tokens = self._tokens(prompt, index)
             room = self.config.context - len(tokens)
             if room < 1:

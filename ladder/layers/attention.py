@@ -15,24 +15,39 @@ from ladder.layers.rope import angles, rotate
 
 
 class KVCache:
-    """Keys and values of a batch, one line per request: [batch, capacity, kv_heads of this rank, head_dim] per layer.
+    """Keys and values of the requests under way, a slot for each: [slots, capacity, kv_heads of this rank, head_dim].
 
-    `lengths` says how much of each line is valid. Beyond that may lie any finite numbers: a token sees only
-    positions up to its own, and those have been written by the time it looks.
+    `lengths` says how much of each slot is valid. Beyond that may lie any finite numbers: a token sees only positions
+    up to its own, and those have been written by the time it looks.
     """
 
     def __init__(
-        self, config: ModelConfig, size: int, batch: int, capacity: int, device: torch.device, dtype: torch.dtype
+        self, config: ModelConfig, size: int, slots: int, capacity: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (batch, capacity, max(1, config.kv_heads // size), config.head_dim)
+        shape = (slots, capacity, max(1, config.kv_heads // size), config.head_dim)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.lengths = [0] * batch
+        self.lengths = [0] * slots
         self.capacity = capacity
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """`counts[i]` more tokens of line i are valid."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+    def advance(self, counts: Sequence[int], slots: Sequence[int] | None = None) -> None:
+        """`counts[i]` more tokens of slot `slots[i]` are valid; without `slots`: of slot i."""
+        for slot, count in zip(range(len(self.lengths)) if slots is None else slots, counts, strict=True):
+            self.lengths[slot] += count
+
+    def clear(self, slot: int) -> None:
+        """Make a slot fit for another request: what it held may not have been finite."""
+        self.lengths[slot] = 0
+        for table in (*self.keys, *self.values):
+            table[slot].zero_()
+
+    def grow(self, capacity: int) -> None:
+        """Make room for longer requests; what the slots hold stays."""
+        more = (0, 0, 0, 0, 0, capacity - self.capacity)
+        for tables in (self.keys, self.values):
+            for layer, table in enumerate(tables):  # one layer at a time: the old and the new cache never both exist
+                tables[layer] = F.pad(table, more)
+        self.capacity = capacity
 
 
 @dataclass(frozen=True)
@@ -40,21 +55,29 @@ class Place:
     """Where the tokens of one forward pass stand: made once, used by all layers."""
 
     positions: Tensor  # [batch, tokens]
-    lines: Tensor  # [batch, 1], the cache lines' numbers
+    lines: Tensor  # [batch, 1], the slots that are written
+    read: slice | Tensor  # the same slots as they are read: a slice where they are neighbours, which copies nothing
     seen: int  # how many positions of the cache the furthest token can see
     cos: Tensor  # [batch, tokens, 1, head_dim], like sin
     sin: Tensor
-    masks: dict[int | None, Tensor | None]  # by window: [batch, 1, tokens, seen], true where a token may look, or ...
-    # ... None where all lines begin at position 0 and no window bites: plain causal attention needs no mask in memory
+    masks: dict[int | None, Tensor | None]  # by sliding window: [batch, 1, tokens, seen], true where a token may look
+    # None where all lines begin at position 0 and no sliding window bites: causal attention needs no mask in memory
 
     @classmethod
     def of(
-        cls, shape: torch.Size, cache: KVCache | None, config: ModelConfig, frequencies: Tensor, dtype: torch.dtype
+        cls,
+        shape: torch.Size,
+        cache: KVCache | None,
+        slots: Sequence[int] | None,
+        config: ModelConfig,
+        frequencies: Tensor,
+        dtype: torch.dtype,
     ) -> "Place":
-        """For `shape` = [batch, tokens] tokens that follow what the cache holds."""
+        """For `shape` = [batch, tokens] tokens that follow what the slots of the cache hold."""
         batch, tokens = shape
         device = frequencies.device
-        starts = [0] * batch if cache is None else cache.lengths
+        slots = range(batch) if slots is None else slots
+        starts = [0] * batch if cache is None else [cache.lengths[slot] for slot in slots]
         seen = max(starts) + tokens
         if cache is not None and seen > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
@@ -66,8 +89,10 @@ class Place:
             else:
                 distance = positions.unsqueeze(-1) - torch.arange(seen, device=device)
                 masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
-        lines = torch.arange(batch, device=device).unsqueeze(1)
-        return cls(positions, lines, seen, *angles(frequencies, positions, dtype), masks)
+        lines = torch.tensor(list(slots), device=device).unsqueeze(1)
+        neighbours = list(slots) == list(range(slots[0], slots[0] + batch))
+        read = slice(slots[0], slots[0] + batch) if neighbours else lines[:, 0]
+        return cls(positions, lines, read, seen, *angles(frequencies, positions, dtype), masks)
 
 
 class Attention(nn.Module):
@@ -96,7 +121,7 @@ class Attention(nn.Module):
             keys, values = cache.keys[self.layer], cache.values[self.layer]
             keys[place.lines, place.positions] = k
             values[place.lines, place.positions] = v
-            k, v = keys[:, : place.seen], values[:, : place.seen]
+            k, v = keys[place.read, : place.seen], values[place.read, : place.seen]
         mask = place.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)

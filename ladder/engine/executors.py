@@ -1,0 +1,96 @@
+"""Who carries out the steps: this process alone, or as the first rank of torchrun's world, or processes of our own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ladder.comm.base import Solo
+from ladder.engine.control import Alone, Control, join, leave, own_device, torchrun_world
+from ladder.engine.core import Command, Core, Stop, Token
+from ladder.engine.options import EngineOptions
+from ladder.engine.processes import Processes
+from ladder.engine.rank import follow, make_core
+from ladder.engine.requests import Opened
+from ladder.errors import LadderError, RankError
+
+
+class Executor(Protocol):
+    """Takes commands and gives tokens."""
+
+    @property
+    def free_slots(self) -> int: ...
+
+    def tell(self, commands: Sequence[Command]) -> None: ...
+
+    def poll(self) -> list[Token]:
+        """Wait for the next tokens (there may be none). Called only while jobs are under way."""
+        ...
+
+    def close(self) -> None:
+        """Stop every rank; a second call does nothing."""
+        ...
+
+
+class Here:
+    """This process is the first rank: alone, or of a world whose other ranks `follow`."""
+
+    def __init__(self, core: Core, control: Control) -> None:
+        self._core = core
+        self._control = control
+        self._told: list[Command] = []
+
+    @property
+    def free_slots(self) -> int:
+        return self._core.free_slots
+
+    def tell(self, commands: Sequence[Command]) -> None:
+        self._told += commands
+
+    def poll(self) -> list[Token]:
+        told, self._told = self._told, []
+        try:
+            self._core.tell(self._control.share(told))
+            return self._core.step() if self._core.busy else []
+        except (RuntimeError, dist.DistError) as error:
+            if not dist.is_initialized():
+                raise  # alone: nobody else's fault
+            reason = " ".join(str(error).split())
+            raise RankError(f"the first rank lost the others: {reason}") from error
+
+    def close(self) -> None:
+        if not self._core.stopped:
+            self._core.tell(self._control.share([Stop()]))
+            leave()
+
+
+def adopt_world(options: EngineOptions) -> EngineOptions:
+    """Under torchrun the number of ranks is its world's."""
+    world = torchrun_world()
+    if world is None or options.tp == world[1]:
+        return options
+    if options.tp != 1:
+        raise LadderError(f"tp is {options.tp}, but torchrun started {world[1]} ranks: leave out --tp")
+    return replace(options, tp=world[1])
+
+
+def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Executor:
+    """The executor that fits the options and the way this process was started.
+
+    Under torchrun only the first rank returns: the others follow it, and leave the process when it closes.
+    """
+    world = torchrun_world()
+    if world is not None and opened.options.tp > 1:
+        rank, size, local = world
+        device = own_device(opened.device, local)
+        comm, control = join(rank, size, device, opened.options.timeout)
+        core = make_core(opened, comm, device, progress if rank == 0 else None)
+        if rank == 0:
+            return Here(core, control)
+        follow(core, control)
+        leave()
+        raise SystemExit(0)
+    if opened.options.tp == 1:
+        return Here(make_core(opened, Solo(), opened.device, progress), Alone())
+    return Processes(opened, progress)

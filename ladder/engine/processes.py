@@ -1,0 +1,180 @@
+"""Ranks as processes of our own, and the watch kept over them.
+
+The caller's process holds no shard. A thread of it listens to every rank and looks at each one's life and pulse; when
+one is killed, raises, or stops answering, all are killed at once and the caller gets one sentence that names the rank.
+"""
+
+import contextlib
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, NoReturn
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ladder.engine.core import Command, Stop, Token
+from ladder.engine.rank import PULSE, Failed, Loaded, Ready, Report, run_rank
+from ladder.engine.requests import Opened
+from ladder.errors import LadderError, RankError
+
+START = 120.0  # seconds a rank may take until its first sign of life
+GRACE = 1.0  # seconds in which all ranks may say why they failed: the first one heard is often only a victim
+GOODBYE = 5.0  # seconds for ranks that were asked to end
+
+
+class Processes:
+    """`tp` ranks, each a process with one shard."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        progress: Callable[[int], None] | None = None,
+        target: Callable[..., None] = run_rank,
+    ) -> None:
+        self._size = opened.options.tp
+        self._timeout = opened.options.timeout
+        self._progress = progress
+        self._reports: queue.Queue[Report | None] = queue.Queue()  # None: there will be no more, see self._error
+        self._error: Exception | None = None
+        self._closing = False
+        self._ready: set[int] = set()
+        self._accounts: dict[int, Failed] = {}
+        self.free_slots = opened.options.batch
+        # where the ranks meet: on loopback, at a port that the system chooses and that ends with this process
+        self._store = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
+        context = get_context("spawn")
+        self._pulses: Any = context.Array("d", [time.monotonic() + START] * self._size, lock=False)
+        self._pipes: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
+        try:
+            for rank in range(self._size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, opened.options, self._store.port, theirs, self._pulses)
+                process = context.Process(target=target, args=arguments, name=f"ladder-rank-{rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            self._watcher = threading.Thread(target=self._watch, name="ladder-watch", daemon=True)
+            self._watcher.start()
+            self.poll()  # the empty report that says that all are ready
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process numbers."""
+        return [process.pid or 0 for process in self._processes]
+
+    def tell(self, commands: Sequence[Command]) -> None:
+        if self._error is not None:
+            self._raise()
+        with contextlib.suppress(OSError):  # a rank that has just died: the watch will say so
+            self._pipes[0].send(list(commands))
+
+    def poll(self) -> list[Token]:
+        while True:  # in short waits, which Ctrl-C can end
+            with contextlib.suppress(queue.Empty):
+                report = self._reports.get(timeout=0.5)
+                if report is None:
+                    self._raise()
+                self.free_slots = report.free_slots
+                return report.tokens
+
+    def _raise(self) -> NoReturn:
+        self._reports.put(None)  # for whoever asks again
+        assert self._error is not None
+        raise self._error
+
+    def close(self) -> None:
+        """Ask the ranks to end; kill those that do not."""
+        if self._closing:
+            return
+        self._closing = True
+        patience = GOODBYE if self._error is None and len(self._ready) == self._size else 0.0
+        if patience:
+            with contextlib.suppress(OSError):
+                self._pipes[0].send([Stop()])
+        deadline = time.monotonic() + patience
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        if hasattr(self, "_watcher"):
+            self._watcher.join()
+        for pipe in self._pipes:
+            pipe.close()
+        del self._store
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _watch(self) -> None:
+        """The watch's thread: until somebody fails or the caller closes."""
+        sentinels = [process.sentinel for process in self._processes]
+        while not self._closing:
+            ready = connection.wait([*self._pipes, *sentinels], timeout=PULSE)
+            deaf = [rank for rank in range(self._size) if not self._listen(rank)]
+            dead = [sentinel for sentinel in sentinels if sentinel in ready]
+            if (deaf or dead or self._silent() is not None) and not self._closing:
+                self._error = self._cause()
+                self._kill()
+                self._reports.put(None)
+                return
+
+    def _listen(self, rank: int) -> bool:
+        """Hear all that a rank has to say; False where it says that it failed, or will say nothing any more."""
+        try:
+            while self._pipes[rank].poll():
+                match self._pipes[rank].recv():
+                    case Loaded(count):
+                        if self._progress is not None:
+                            self._progress(count)
+                    case Ready():
+                        self._ready.add(rank)
+                        if len(self._ready) == self._size:
+                            self._reports.put(Report([], self.free_slots))
+                    case Report() as report:
+                        self._reports.put(report)
+                    case Failed() as account:
+                        self._accounts[rank] = account
+        except (EOFError, OSError):
+            return False
+        return rank not in self._accounts
+
+    def _silent(self) -> int | None:
+        """A rank that has shown no sign of life for longer than the time-out."""
+        oldest = min(range(self._size), key=lambda rank: float(self._pulses[rank]))
+        return oldest if time.monotonic() - self._pulses[oldest] > self._timeout else None
+
+    def _cause(self) -> Exception:
+        """Why the ranks cannot go on: a killed one, else one that failed by itself, else one that does not answer."""
+        deadline = time.monotonic() + GRACE
+        while True:
+            for rank, process in enumerate(self._processes):
+                self._listen(rank)
+                if process.exitcode is not None and process.exitcode < 0:
+                    name = signal.Signals(-process.exitcode).name
+                    return RankError(f"rank {rank} was killed by {name}; all ranks were stopped")
+            for rank, account in self._accounts.items():
+                if account.refused:
+                    return LadderError(account.reason)
+                if not account.victim:
+                    return RankError(f"rank {rank} failed: {account.reason}; all ranks were stopped")
+            if (silent := self._silent()) is not None:
+                return RankError(f"rank {silent} has not answered for {self._timeout:g} s; all ranks were stopped")
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        for rank, account in self._accounts.items():
+            return RankError(f"rank {rank} lost the others: {account.reason}; all ranks were stopped")
+        ended = [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
+        return RankError(f"rank {ended[0] if ended else 0} ended unexpectedly; all ranks were stopped")

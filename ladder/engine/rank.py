@@ -1,0 +1,122 @@
+"""What a rank's process does, and what it says to the process that started it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ladder.checkpoint import load
+from ladder.comm.base import Comm
+from ladder.comm.timed import Timed
+from ladder.engine.control import Control, join, leave, own_device
+from ladder.engine.core import Core, Token
+from ladder.engine.options import EngineOptions
+from ladder.engine.requests import Opened
+from ladder.errors import LadderError
+from ladder.model import Decoder
+
+PULSE = 0.2  # seconds between two signs of life
+IDLE = 1.0  # seconds after which the first rank speaks to the others although there is nothing to say
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """So many bytes of weights have been read."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The shard is there."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A step's tokens; from the first rank only."""
+
+    tokens: list[Token]
+    free_slots: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank's own account of its end."""
+
+    reason: str
+    refused: bool  # the input was bad
+    victim: bool  # its wire broke: another rank is the cause
+
+
+def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callable[[int], None] | None) -> Core:
+    """Load one rank's shard."""
+    wire = comm if opened.link is None else Timed(comm, opened.link)
+    model = load(Decoder(opened.config, wire, device), opened.directory, opened.options.check, progress)
+    return Core(model, opened.options.batch, opened.options.chunk)
+
+
+def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pulses: Any) -> None:
+    """One rank, from its start to its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's business, which stops this one
+    threading.Thread(target=_live, args=(rank, pulses), daemon=True).start()
+    try:
+        # so that the ranks together use the cores once, and leave their wire's threads some air
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.tp))
+        opened = Opened(options, tokenizer=False)
+        device = own_device(opened.device, rank)
+        store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
+        # longer than the watch's patience, so that it is the watch that says who does not answer
+        comm, control = join(rank, options.tp, device, options.timeout + 5, store)
+        core = make_core(opened, comm, device, lambda count: pipe.send(Loaded(count)))
+        pipe.send(Ready())
+        lead(core, control, pipe) if rank == 0 else follow(core, control)
+        leave()
+    except BaseException as error:
+        pipe.send(_account(error))
+        raise SystemExit(1) from None
+
+
+def lead(core: Core, control: Control, pipe: Connection) -> None:
+    """The first rank: hear the caller, tell the others, report."""
+    while not core.stopped:
+        commands = []
+        if core.busy or pipe.poll(IDLE):
+            while pipe.poll():
+                commands += pipe.recv()
+        core.tell(control.share(commands))
+        tokens = core.step() if core.busy else []
+        if tokens or commands:
+            pipe.send(Report(tokens, core.free_slots))
+
+
+def follow(core: Core, control: Control) -> None:
+    """Do what the first rank says, until it says stop."""
+    while not core.stopped:
+        core.tell(control.share(()))
+        if core.busy:
+            core.step()
+
+
+def _account(error: BaseException) -> Failed:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, LadderError):
+        return Failed(reason, refused=True, victim=False)
+    broken = isinstance(error, dist.DistError | ConnectionError) or "gloo" in reason or "Connection" in reason
+    return Failed(f"{type(error).__name__}: {reason}", refused=False, victim=broken)
+
+
+def _live(rank: int, pulses: Any) -> None:
+    """Show signs of life; end when the process that started this one does, however it ended."""
+    parent = parent_process()
+    while parent is None or not connection.wait([parent.sentinel], timeout=PULSE):
+        pulses[rank] = time.monotonic()
+    os._exit(1)
