@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
 
 from ladder import __version__
 from ladder.engine.options import EngineOptions, SamplingParams, option
@@ -122,6 +123,59 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
                     break
                 typer.echo(_json_line(result(given[turn], requests[turn])) if prompts.json else "")
                 turn += 1
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What is traced, and where the files go."""
+
+    model: Path | None = option(None, "Directory with config.json and weights; default: --size with random weights.")
+    size: str = option("tiny", "A named size, where no model is given.")
+    wiring: tuple[str, ...] = option(("standard", "ladder"), "A wiring to draw (may be given several times).")
+    tp: int = option(2, "Number of ranks, a process each.")
+    link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    batch: int = option(8, "Requests in the step.")
+    context: int = option(128, "Positions of each request, the step's included.")
+    out: Path = option(Path("trace"), "Folder for the traces, the picture and the spans.")
+    json: bool = option(False, "The account as JSON lines.")
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "batch", "context"):
+            if getattr(self, name) < 1:
+                raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@verb(TraceOptions)
+def trace(options: TraceOptions) -> None:
+    """Record one decoding step per wiring: traces for Chrome or Perfetto, a picture of the lanes, and the account."""
+    from ladder.bench.lanes import plotting
+    from ladder.bench.trace import Plan, trace
+    from ladder.checkpoint import Directory, Random
+    from ladder.comm.link import Link
+    from ladder.config import ModelConfig
+    from ladder.engine.requests import device
+
+    plotting()
+    source = Random() if options.model is None else Directory(options.model)
+    config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
+    config.check_degree(options.tp)
+    wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
+    link = None if options.link is None else Link.parse(options.link)
+    plan = Plan(config, source, wirings, link, device(options.device), options.batch, options.context, options.out)
+    table = Table("wiring", "sums", "step ms", "wire ms", "exposed ms", "hidden")
+    for step in trace(plan, options.tp):
+        account = step.account()
+        if options.json:
+            typer.echo(json.dumps(account))
+        figures = [f"{account[key]:.2f}" for key in ("step_ms", "wire_ms", "exposed_ms")]
+        hidden = "-" if account["hidden"] is None else f"{account['hidden']:.0%}"
+        table.add_row(step.wiring, str(account["sums"]), *figures, hidden)
+    if not options.json:
+        Console().print(table)
+        typer.echo(
+            f"wrote {options.out}: lanes.png, steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)"
+        )
 
 
 def _shown(chunk: "Chunk") -> str:

@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from torch import Tensor
 
 from ladder.comm.base import Comm, Pending
@@ -9,47 +10,91 @@ from ladder.comm.link import Link
 
 
 class Timed:
-    """`inner`, but a sum arrives no earlier than the link's time after it was sent. CPU ranks only.
+    """`inner`, but a sum arrives no earlier than the link's time after it was sent.
 
-    A real link carries one message after another, so a sum that is sent while another travels starts when that one
-    has arrived.
+    A link carries one message after another, so a sum that is sent while another travels starts when that one has
+    arrived. On the CPU nobody is kept busy meanwhile: a reader that is too early sleeps. On the GPU one thread block
+    of a stream of its own waits for the time to pass, and the reader's stream waits for that one.
     """
 
     def __init__(self, inner: Comm, link: Link) -> None:
         self._inner = inner
         self._link = link
-        self._free_at = 0.0  # when the wire has delivered everything sent so far, on time.monotonic's clock
+        self._free_at = 0.0  # CPU: when the wire has delivered everything sent so far, on time.monotonic's clock
+        self._clock: _GpuClock | None = None  # made with the first message on a GPU
         self.size = inner.size
         self.rank = inner.rank
 
-    def _deliver_at(self, x: Tensor) -> float:
-        begin = max(time.monotonic(), self._free_at)
-        self._free_at = begin + self._link.seconds(x.numel() * x.element_size())
-        return self._free_at
-
     def all_reduce(self, x: Tensor) -> Pending:
-        at = self._deliver_at(x)
-        return _TimedSum(self._inner.all_reduce(x), at)
+        arrival = self._send(x)
+        return _TimedSum(self._inner.all_reduce(x), arrival)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        at = self._deliver_at(x)
+        arrival = self._send(x)
         joined = self._inner.all_gather(x)
-        _sleep_until(at)
+        arrival.wait()
         return joined
+
+    def _send(self, x: Tensor) -> "_Moment | _GpuMoment":
+        seconds = self._link.seconds(x.numel() * x.element_size())
+        if x.is_cuda:
+            self._clock = self._clock or _GpuClock(x.device)
+            return self._clock.after(seconds)
+        self._free_at = max(time.monotonic(), self._free_at) + seconds
+        return _Moment(self._free_at)
 
 
 class _TimedSum:
-    def __init__(self, inner: Pending, at: float) -> None:
+    def __init__(self, inner: Pending, arrival: "_Moment | _GpuMoment") -> None:
         self._inner = inner
-        self._at = at
+        self._arrival = arrival
 
     def wait(self) -> Tensor:
         x = self._inner.wait()
-        _sleep_until(self._at)
+        self._arrival.wait()
         return x
 
 
-def _sleep_until(at: float) -> None:
-    left = at - time.monotonic()
-    if left > 0:
-        time.sleep(left)
+class _Moment:
+    def __init__(self, at: float) -> None:
+        self._at = at
+
+    def wait(self) -> None:
+        left = self._at - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+
+
+class _GpuClock:
+    """A stream whose only work is to let time pass, one message after another. Safe to capture in a CUDA graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)  # high: waits must not queue behind the compute
+        self._cycles_per_second = _spin_rate(device)
+
+    def after(self, seconds: float) -> "_GpuMoment":
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(seconds * self._cycles_per_second))
+            return _GpuMoment(self._stream.record_event())
+
+
+class _GpuMoment:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def _spin_rate(device: torch.device, cycles: int = 20_000_000) -> float:
+    """Cycles of torch's waiting kernel per second, measured now, on a stream of its own."""
+    stream = torch.cuda.Stream(device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)  # wake the clocks
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+    end.synchronize()
+    return float(cycles / (begin.elapsed_time(end) * 1e-3))

@@ -3,8 +3,9 @@
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ladder.comm.base import Comm, Solo
 from ladder.comm.distributed import Distributed
 from ladder.engine.core import Command
-from ladder.errors import LadderError
 
 
 class Control(Protocol):
@@ -51,33 +51,41 @@ class Broadcast:
         return heard
 
 
-def torchrun_world() -> tuple[int, int, int] | None:
-    """(rank, size, rank on this machine) where torchrun started this process."""
+@dataclass(frozen=True)
+class World:
+    """Where torchrun has put this process."""
+
+    rank: int
+    size: int
+    local: int  # the rank among those of this machine
+    here: int  # how many these are
+
+
+def torchrun_world() -> World | None:
+    """torchrun's world, where it started this process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return rank, size, local
+    return World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
 def join(
-    rank: int, size: int, device: torch.device, timeout: float, store: TCPStore | None = None
+    rank: int, size: int, device: torch.device, own_gpu: bool, timeout: float, store: TCPStore | None = None
 ) -> tuple[Comm, Control]:
-    """Enter the process group (torchrun's, or the one that meets at `store`): the wire for sums, and the common ear."""
+    """Enter the process group (torchrun's, or the one that meets at `store`): the wire for sums, and the common ear.
+
+    The wire is NCCL where every rank has a GPU of its own, else gloo.
+    """
     if size == 1:
         return Solo(), Alone()
     limit = timedelta(seconds=timeout)
-    wire = backend(device, size)
-    if store is None:
-        dist.init_process_group(wire, timeout=limit)
-    else:
-        dist.init_process_group(wire, store=store, rank=rank, world_size=size, timeout=limit)
-    ear = None if wire == "gloo" else dist.new_group(backend="gloo", timeout=limit)
-    return Distributed(), Broadcast(ear)
-
-
-def backend(device: torch.device, size: int) -> str:
-    """NCCL where every rank of this machine has a GPU of its own, else gloo."""
-    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= size else "gloo"
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    if not own_gpu:
+        dist.init_process_group("gloo", timeout=limit, **place)
+        return Distributed(), Broadcast()
+    # sums travel on a stream of their own that the compute stream's kernels cannot hold up
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **place)
+    return Distributed(), Broadcast(dist.new_group(backend="gloo", timeout=limit))
 
 
 def leave() -> None:
@@ -85,11 +93,14 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def own_device(device: torch.device, local: int) -> torch.device:
-    """`cuda` means the GPU with this rank's number, where there are enough; a numbered device is kept."""
-    if device.type != "cuda" or device.index is not None:
-        return device
+def own_device(device: torch.device, local: int, here: int) -> tuple[torch.device, bool]:
+    """The device of rank `local` of the `here` ranks on this machine, and whether it is a GPU of its own.
+
+    `cuda` means one GPU each, as far as they go; a numbered device is shared by all.
+    """
+    if device.type != "cuda":
+        return device, False
+    if device.index is not None:
+        return device, here == 1
     count = torch.cuda.device_count()
-    if not count:
-        raise LadderError("this machine has no CUDA device")
-    return torch.device("cuda", local % count)
+    return torch.device("cuda", local % count), count >= here

@@ -68,11 +68,11 @@ class Here:
 def adopt_world(options: EngineOptions) -> EngineOptions:
     """Under torchrun the number of ranks is its world's."""
     world = torchrun_world()
-    if world is None or options.tp == world[1]:
+    if world is None or options.tp == world.size:
         return options
     if options.tp != 1:
-        raise LadderError(f"tp is {options.tp}, but torchrun started {world[1]} ranks: leave out --tp")
-    return replace(options, tp=world[1])
+        raise LadderError(f"tp is {options.tp}, but torchrun started {world.size} ranks: leave out --tp")
+    return replace(options, tp=world.size)
 
 
 def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Executor:
@@ -82,11 +82,10 @@ def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Exec
     """
     world = torchrun_world()
     if world is not None and opened.options.tp > 1:
-        rank, size, local = world
-        device = own_device(opened.device, local)
-        comm, control = join(rank, size, device, opened.options.timeout)
-        core = make_core(opened, comm, device, progress if rank == 0 else None)
-        if rank == 0:
+        device, own_gpu = own_device(opened.device, world.local, world.here)
+        comm, control = join(world.rank, world.size, device, own_gpu, opened.options.timeout)
+        core = make_core(opened, comm, device, progress if world.rank == 0 else None)
+        if world.rank == 0:
             return Here(core, control)
         follow(core, control)
         leave()

@@ -72,10 +72,10 @@ def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pul
         # so that the ranks together use the cores once, and leave their wire's threads some air
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.tp))
         opened = Opened(options, tokenizer=False)
-        device = own_device(opened.device, rank)
+        device, own_gpu = own_device(opened.device, rank, options.tp)
         store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
         # longer than the watch's patience, so that it is the watch that says who does not answer
-        comm, control = join(rank, options.tp, device, options.timeout + 5, store)
+        comm, control = join(rank, options.tp, device, own_gpu, options.timeout + 5, store)
         core = make_core(opened, comm, device, lambda count: pipe.send(Loaded(count)))
         pipe.send(Ready())
         lead(core, control, pipe) if rank == 0 else follow(core, control)

@@ -68,9 +68,7 @@ class Opened:
         """`tokenizer`: False for those who will never see text."""
         self.options = options
         self.link = None if options.link is None else Link.parse(options.link)
-        self.device = _device(options.device)
-        if self.link is not None and self.device.type != "cpu":
-            raise LadderError(f"a timed link works on the cpu, not on {self.device}: leave out --link")
+        self.device = device(options.device)
         self.directory = Directory(options.model)
         config = self.directory.config
         if options.wiring is not None:
@@ -119,13 +117,14 @@ class Opened:
         return tokens
 
 
-def _device(name: str) -> torch.device:
+def device(name: str) -> torch.device:
+    """A device by its name, if this machine has it."""
     try:
-        device = torch.device(name)
+        found = torch.device(name)
     except RuntimeError:
         raise LadderError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if found.type not in ("cpu", "cuda"):
         raise LadderError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise LadderError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    return found

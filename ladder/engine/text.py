@@ -17,7 +17,7 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     from transformers import AutoTokenizer  # seconds to import: only for those who need it
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # its own libraries raise whatever they like for a broken file

@@ -1,0 +1,1 @@
+"""Programs that measure, each with its data: JSON lines."""

@@ -1,0 +1,95 @@
+"""Steps as lanes: the account of a step, and its picture."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladder.errors import LadderError
+
+COLOURS = {"attention": "#4c78a8", "MLP": "#54a24b", "wire": "#f2a541", "wait": "#d62728"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time, in milliseconds since the step began."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank did during one step under one wiring."""
+
+    wiring: str
+    rank: int
+    compute: Sequence[Span]
+    wire: Sequence[Span]
+    waits: Sequence[Span]
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Step":
+        """From what `asdict` wrote."""
+        lanes = {lane: [Span(**span) for span in raw[lane]] for lane in ("compute", "wire", "waits")}
+        return cls(raw["wiring"], raw["rank"], **lanes)
+
+    @property
+    def ms(self) -> float:
+        return max(span.end for span in (*self.compute, *self.waits))
+
+    def account(self) -> dict[str, Any]:
+        """The figures that are printed. The embedding's sum, which every wiring waits for, is left out."""
+        wire = sum(span.end - span.begin for span in self.wire[1:])
+        exposed = sum(span.end - span.begin for span in self.waits[1:])
+        figures = {"sums": len(self.wire) - 1, "step_ms": self.ms, "wire_ms": wire, "exposed_ms": exposed}
+        return {"wiring": self.wiring, "rank": self.rank, **figures, "hidden": 1 - exposed / wire if wire else None}
+
+
+def plotting() -> Any:
+    """matplotlib, or the sentence that says how to get it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise LadderError("pictures need matplotlib: pip install 'ladder-residual[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(steps: Sequence[Step], title: str, path: Path) -> None:
+    """Two lanes per wiring, compute above communication, all on one time axis."""
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(13, 1.2 + 1.7 * len(steps)), layout="constrained")
+    ticks: list[tuple[float, str]] = []
+    for index, step in enumerate(steps):
+        top = -3.0 * index
+        for span in step.compute:
+            _bar(axes, top, span, COLOURS[span.name.split()[0]])
+        for span in step.waits:
+            _bar(axes, top, span, COLOURS["wait"])
+        for span in step.wire:
+            _bar(axes, top - 1, span, COLOURS["wire"])
+        account = step.account()
+        hidden = "no sums" if account["hidden"] is None else f"{account['hidden']:.0%} of the wire time hidden"
+        text = f"{step.wiring}: {step.ms:.1f} ms, {account['sums']} sums, {hidden}"
+        axes.text(0, top + 0.55, text, fontsize=11, fontweight="bold", va="bottom")
+        ticks += [(top, "compute"), (top - 1, "wire")]
+    axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
+    axes.set_ylim(-3.0 * len(steps) + 1.2, 1.3)
+    axes.set_xlim(0, 1.01 * max(step.ms for step in steps))
+    axes.set_xlabel("milliseconds since the step began")
+    axes.set_title(title, fontsize=11, loc="left")
+    names = {"attention": "attention", "MLP": "MLP", "wire": "sum on the wire", "wait": "waiting for a sum"}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[key]) for key in names]
+    axes.legend(handles, names.values(), loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, frameon=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _bar(axes: Any, at: float, span: Span, colour: str) -> None:
+    axes.barh(at, span.end - span.begin, left=span.begin, height=0.8, color=colour, edgecolor="white", linewidth=0.4)

@@ -1,0 +1,222 @@
+"""One decoding step, looked at closely: when each sub-block computed, when each sum travelled, and who waited.
+
+For every rank and wiring a trace for Chrome or Perfetto; from the first rank a picture, the wirings' lanes under each
+other, and the account: sums, time on the wire, time exposed (somebody waited), share hidden.
+"""
+
+import json
+import queue
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ladder.bench.lanes import Span, Step, draw
+from ladder.bench.overlap import rewire
+from ladder.bench.ranks import run_ranks
+from ladder.checkpoint import Source, load
+from ladder.comm.base import Comm, Pending
+from ladder.comm.link import Link
+from ladder.comm.timed import Timed
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.model import Decoder
+
+WARM_UP = 3
+STEPS = 7  # timed without the profiler, which slows what it looks at; the one of median length is shown
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be traced; checked before a rank is started."""
+
+    config: ModelConfig
+    source: Source
+    wirings: tuple[str, ...]
+    link: Link | None
+    device: torch.device
+    batch: int
+    context: int
+    out: Path
+
+
+class Recorder:
+    """The marks of one step: the wall clock on the CPU, events in the stream on the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self.begin()
+
+    def begin(self) -> None:
+        self._spans: list[tuple[str, str, Any, Any]] = []
+        self._first = self.mark()
+
+    def mark(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, lane: str, name: str, begin: Any, end: Any) -> None:
+        self._spans.append((lane, name, begin, end))
+
+    def spans(self, lane: str) -> list[Span]:
+        if self._gpu:
+            torch.cuda.synchronize()
+        found = [(name, begin, end) for where, name, begin, end in self._spans if where == lane]
+        return sorted((Span(name, self._ms(begin), self._ms(end)) for name, begin, end in found), key=lambda s: s.begin)
+
+    def _ms(self, mark: Any) -> float:
+        return float(self._first.elapsed_time(mark) if self._gpu else (mark - self._first) * 1e3)
+
+
+class Traced:
+    """`inner`, with every sum's times: a thread (on the GPU: a stream) of its own waits for each and sees it arrive."""
+
+    def __init__(self, inner: Comm, recorder: Recorder, device: torch.device) -> None:
+        self._inner = inner
+        self._recorder = recorder
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sent: queue.SimpleQueue[_CpuSum | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self.count = 0
+        self.size = inner.size
+        self.rank = inner.rank
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        name = f"sum {self.count}"
+        self.count += 1
+        sent = self._recorder.mark()
+        if self._stream is not None:
+            return _GpuSum(self._inner.all_reduce(x), name, sent, self._recorder, self._stream)
+        pending = _CpuSum(self._inner.all_reduce(x), name, sent, self._recorder)
+        self._sent.put(pending)
+        return pending
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._inner.all_gather(x)
+
+    def _listen(self) -> None:
+        while (pending := self._sent.get()) is not None:
+            pending.arrive()
+
+    def close(self) -> None:
+        self._sent.put(None)
+        self._listener.join()
+
+
+class _CpuSum:
+    def __init__(self, inner: Pending, name: str, sent: Any, recorder: Recorder) -> None:
+        self._inner, self._name, self._sent, self._recorder = inner, name, sent, recorder
+        self._arrived = threading.Event()
+        self._x: Tensor | None = None
+
+    def arrive(self) -> None:
+        with record_function(f"{self._name} on the wire"):
+            self._x = self._inner.wait()
+        self._recorder.add("wire", self._name, self._sent, self._recorder.mark())
+        self._arrived.set()
+
+    def wait(self) -> Tensor:
+        begin = self._recorder.mark()
+        with record_function(f"wait for {self._name}"):
+            self._arrived.wait()
+        self._recorder.add("wait", self._name, begin, self._recorder.mark())
+        assert self._x is not None
+        return self._x
+
+
+class _GpuSum:
+    def __init__(self, inner: Pending, name: str, sent: Any, recorder: Recorder, stream: torch.cuda.Stream) -> None:
+        self._name, self._recorder = name, recorder
+        with torch.cuda.stream(stream), record_function(f"{name} on the wire"):
+            self._x = inner.wait()
+            self._arrived = recorder.mark()
+        recorder.add("wire", name, sent, self._arrived)
+
+    def wait(self) -> Tensor:
+        begin = self._recorder.mark()
+        torch.cuda.current_stream().wait_event(self._arrived)
+        self._recorder.add("wait", self._name, begin, self._recorder.mark())
+        return self._x
+
+
+def watch_sub_blocks(model: Decoder, recorder: Recorder) -> None:
+    """A span, and a range in the profiler's trace, for every attention and every MLP."""
+    for number, layer in enumerate(model.layers):
+        for child, kind in (("self_attn", "attention"), ("mlp", "MLP")):
+            block = layer.get_submodule(child)
+            block.forward = _watched(block.forward, f"{kind} {number}", recorder)
+
+
+def _watched(forward: Any, name: str, recorder: Recorder) -> Any:
+    def watched(*arguments: Any) -> Any:
+        begin = recorder.mark()
+        with record_function(name):
+            output = forward(*arguments)
+        recorder.add("compute", name, begin, recorder.mark())
+        return output
+
+    return watched
+
+
+def trace_rank(comm: Comm, device: torch.device, plan: Plan) -> None:
+    """One rank: every wiring, timed and then profiled; leaves its files in the plan's folder."""
+    recorder = Recorder(device)
+    wire = Traced(comm if plan.link is None else Timed(comm, plan.link), recorder, device)
+    model = load(Decoder(plan.config, wire, device), plan.source)
+    watch_sub_blocks(model, recorder)
+    cache = model.new_cache(plan.batch, plan.context)
+    cache.advance([plan.context - 1] * plan.batch)
+    tokens = torch.zeros(plan.batch, 1, dtype=torch.long, device=device)
+
+    def step(wiring: str) -> Step:
+        comm.all_gather(torch.zeros(1, device=device))  # ranks begin together
+        wire.count = 0
+        recorder.begin()
+        model(tokens, cache)
+        lanes = (recorder.spans(lane) for lane in ("compute", "wire", "wait"))
+        return Step(wiring, comm.rank, *lanes)
+
+    steps = []
+    for wiring in plan.wirings:
+        rewire(model, wiring)
+        for _ in range(WARM_UP):
+            step(wiring)
+        timed = sorted((step(wiring) for _ in range(STEPS)), key=lambda step: step.ms)
+        steps.append(timed[STEPS // 2])
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=activities, experimental_config=every_thread) as profiler:
+            step(wiring)
+        name = wiring.replace(" ", "_").replace(":", "-")
+        profiler.export_chrome_trace(str(plan.out / f"{name}.rank{comm.rank}.trace.json"))
+    wire.close()
+    lines = [json.dumps(asdict(step)) for step in steps]
+    (plan.out / f"steps.rank{comm.rank}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def trace(plan: Plan, tp: int) -> list[Step]:
+    """Run the ranks; returns the first rank's steps, the picture drawn."""
+    if plan.device.type == "cuda" and torch.cuda.device_count() < tp:
+        # gloo, which ranks on one GPU would use, holds up the host and not the stream: its waits could not be seen
+        raise LadderError(f"a trace of {tp} ranks needs {tp} GPUs, this machine has {torch.cuda.device_count()}")
+    plan.out.mkdir(parents=True, exist_ok=True)
+    run_ranks(tp, plan.device, trace_rank, plan)
+    lines = (plan.out / "steps.rank0.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [Step.read(json.loads(line)) for line in lines]
+    link = (
+        "gloo as it is"
+        if plan.link is None
+        else f"timed link, {plan.link.alpha * 1e6:g} us + bytes / {plan.link.beta / 1e9:g} GB/s"
+    )
+    title = f"One decoding step, rank 0 of {tp}, batch {plan.batch}, context {plan.context}, {plan.device.type}; {link}"
+    draw(steps, title, plan.out / "lanes.png")
+    return steps

@@ -1,0 +1,312 @@
+"""Whatever happens to a rank: one clear error that names it, nobody left behind, the port free, and the next run works.
+
+Every test that starts ranks sees them answer rightly first, so each is the next run of the one before.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ladder.engine.rank
+from ladder import LLM, SamplingParams
+from ladder.checkpoint import SINGLE
+from ladder.engine.core import Core
+from ladder.engine.options import EngineOptions
+from ladder.engine.processes import Processes
+from ladder.engine.rank import run_rank
+from ladder.engine.requests import Opened
+from ladder.errors import LadderError, RankError
+from tests.checkpoints import tiny
+
+SOON = 10.0  # seconds in which every rank must be gone
+LIMIT = 120.0  # seconds for commands that would otherwise hang; they need about twenty
+PROMPT = [5, 17, 9]
+SHORT = SamplingParams(3)
+MANY, LONG = [PROMPT] * 64, SamplingParams(480)  # minutes of work, never finished here
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def answer(model: Path) -> list[int]:
+    """What one process says."""
+    with LLM(model) as llm:
+        return llm.generate([PROMPT], SHORT)[0].token_ids
+
+
+def state(pid: int) -> tuple[str, int]:
+    """A process's state and session; "X" where there is none."""
+    try:
+        found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    return found[0], int(found[3])
+
+
+def wait_until_gone(pids: list[int], since: float, limit: float = SOON) -> None:
+    """A zombie has ended, it waits only to be counted."""
+    while left := [pid for pid in pids if state(pid)[0] not in "ZX"]:
+        assert time.monotonic() - since < limit, f"still there after {limit} s: {left}"
+        time.sleep(0.02)
+
+
+def assert_free(port: int) -> None:
+    """Nobody answers there, and the next server may have it."""
+    with socket.socket() as asking, pytest.raises(ConnectionRefusedError):
+        asking.connect(("127.0.0.1", port))
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+
+
+def rank_pids() -> list[int]:
+    """The processes of the ranks that this process has started, in rank order."""
+    ranks = [child for child in active_children() if child.name.startswith("ladder-rank-")]
+    return [child.pid or 0 for child in sorted(ranks, key=lambda child: child.name)]
+
+
+@contextmanager
+def ranks(
+    model: Path, answer: list[int], target: Callable[..., None] = run_rank, **options: Any
+) -> Iterator[tuple[LLM, list[int]]]:
+    """An LLM that has answered rightly, and its ranks' processes; afterwards these are gone and the port is free."""
+    opened = Opened(EngineOptions(model, **{"tp": 2, "batch": 4, **options}))
+    processes = Processes(opened, target=target)
+    port, pids = processes._store.port, processes.pids
+    with LLM.over(opened, processes) as llm:
+        assert llm.generate([PROMPT], SHORT)[0].token_ids == answer
+        assert pids == rank_pids() and not any(state(pid)[0] in "ZX" for pid in pids)
+        yield llm, pids
+        begin = time.monotonic()
+    wait_until_gone(pids, begin)
+    assert_free(port)
+
+
+def in_step(harm: Callable[[], object], number: int) -> None:
+    """Come to harm in the step of this number."""
+    original, steps = Core.step, iter(range(1, number))
+
+    def step(self: Core) -> list[Any]:
+        if next(steps, None) is None:
+            harm()
+        return original(self)
+
+    Core.step = step  # type: ignore[method-assign]
+
+
+def in_load(harm: Callable[[], object]) -> None:
+    """Come to harm when a first weight has been read."""
+    original = ladder.engine.rank.load
+    patched = lambda model, source, check, _: original(model, source, check, lambda _: harm())  # noqa: E731
+    ladder.engine.rank.load = patched  # type: ignore[attr-defined]
+
+
+def self_signal(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail() -> NoReturn:
+    raise ZeroDivisionError("a bug\nin a rank")
+
+
+def harmed(victim: int, prepare: Callable[[], None], rank: int, *arguments: Any) -> None:
+    """`run_rank`, one of the ranks prepared for its end."""
+    if rank == victim:
+        prepare()
+    run_rank(rank, *arguments)
+
+
+def assert_over(llm: LLM, message: str) -> None:
+    """Every further call says the same."""
+    for _ in range(2):
+        with pytest.raises(RankError) as again:
+            llm.generate([PROMPT], SHORT)
+        assert str(again.value) == message
+
+
+@pytest.mark.parametrize("tp, rank", [(2, 0), (2, 1), (4, 3)])
+def test_killed_while_it_works(model: Path, answer: list[int], tp: int, rank: int) -> None:
+    with ranks(model, answer, tp=tp) as (llm, pids):
+        stream = llm.stream(MANY, LONG)
+        for _, _ in zip(range(30), stream, strict=False):
+            pass
+        os.kill(pids[rank], signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(RankError) as error:
+            for _ in stream:
+                pass
+        wait_until_gone(pids, begin)
+        assert str(error.value) == f"rank {rank} was killed by SIGKILL; all ranks were stopped"
+        assert_over(llm, str(error.value))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_while_there_is_nothing_to_do(model: Path, answer: list[int], rank: int) -> None:
+    """The others end although nobody asks; who asks later is told."""
+    with ranks(model, answer) as (llm, pids):
+        time.sleep(1.5)
+        os.kill(pids[rank], signal.SIGKILL)
+        wait_until_gone(pids, time.monotonic())
+        assert_over(llm, f"rank {rank} was killed by SIGKILL; all ranks were stopped")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stops_answering(model: Path, answer: list[int], rank: int) -> None:
+    with ranks(model, answer, timeout=3.0) as (llm, pids):
+        stream = llm.stream(MANY, LONG)
+        next(stream)
+        os.kill(pids[rank], signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(RankError) as error:
+            for _ in stream:
+                pass
+        assert time.monotonic() - begin > 2.5  # not given up too early
+        wait_until_gone(pids, begin, 3.0 + SOON)
+        assert str(error.value) == f"rank {rank} has not answered for 3 s; all ranks were stopped"
+
+
+@pytest.mark.parametrize("rank, harm, message", [
+    (0, fail, "failed: ZeroDivisionError: a bug in a rank"),
+    (1, fail, "failed: ZeroDivisionError: a bug in a rank"),
+    (1, partial(os._exit, 0), "ended unexpectedly.*"),
+])  # fmt: skip
+def test_fails_while_it_works(
+    model: Path, answer: list[int], rank: int, harm: Callable[[], object], message: str
+) -> None:
+    with ranks(model, answer, partial(harmed, rank, partial(in_step, harm, 20))) as (llm, pids):
+        with pytest.raises(RankError) as error:
+            llm.generate(MANY, LONG)
+        wait_until_gone(pids, time.monotonic())
+        assert re.fullmatch(f"rank {rank} {message}; all ranks were stopped", str(error.value)), str(error.value)
+
+
+@pytest.mark.parametrize("harm, message", [
+    (partial(self_signal, signal.SIGKILL), "was killed by SIGKILL"),
+    (partial(self_signal, signal.SIGSTOP), "has not answered for 3 s"),
+    (fail, "failed: ZeroDivisionError: a bug in a rank"),
+], ids=["killed", "stopped", "raises"])  # fmt: skip
+def test_while_it_loads(model: Path, harm: Callable[[], object], message: str) -> None:
+    opened = Opened(EngineOptions(model, tp=2, timeout=3.0))
+    with pytest.raises(RankError) as error:
+        Processes(opened, target=partial(harmed, 1, partial(in_load, harm)))
+    assert str(error.value) == f"rank 1 {message}; all ranks were stopped"
+    assert rank_pids() == []
+
+
+def test_bad_weights_are_the_users_business(tmp_path: Path) -> None:
+    """They are found by the rank whose shard has them, and the answer is the same as in one process."""
+    tiny(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["model.layers.2.mlp.up_proj.weight"][-1, -1] = torch.nan  # the last rank's
+    save_file(tensors, tmp_path / SINGLE)
+    messages = []
+    for tp in (1, 2):
+        with pytest.raises(LadderError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' holds values") as error:
+            LLM(tmp_path, tp=tp, check=True)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1] and rank_pids() == []
+
+
+@contextmanager
+def command(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`ladder generate --tp 2` with minutes of work, in a session of its own."""
+    flags = ["--model", str(model), "--tp", "2", "--batch", "4", "--max-new-tokens", "480"]
+    flags += ["--token-ids=5,17,9"] * len(MANY)
+    begin = [sys.executable, "-m", "ladder", "generate", *flags]
+    as_from_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(begin, **pipes, start_new_session=True, preexec_fn=as_from_a_terminal) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            for pid in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def session(leader: int) -> list[int]:
+    """The living processes of a session."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in sorted(pids) if (found := state(pid))[1] == leader and found[0] not in "ZX"]
+
+
+def spawned(leader: int) -> list[int]:
+    """Of these, the ranks, in the order of their start."""
+    return [pid for pid in session(leader) if b"--multiprocessing-fork" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def first_words(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None and len(process.stdout.read(1)) == 1
+
+
+def test_the_command_tells_who_was_killed(model: Path) -> None:
+    with command(model) as process:
+        first_words(process)
+        ranks = spawned(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        begin = time.monotonic()
+        _, err = process.communicate(timeout=LIMIT)
+        assert (process.returncode, err) == (1, b"ladder: rank 1 was killed by SIGKILL; all ranks were stopped\n")
+        wait_until_gone(session(process.pid), begin)
+
+
+def test_ctrl_c_while_it_works(model: Path) -> None:
+    """The whole group gets it, as from a terminal. No rank complains."""
+    with command(model) as process:
+        first_words(process)
+        interrupt(process)
+
+
+def test_ctrl_c_while_it_starts(model: Path) -> None:
+    """The ranks get it before they have begun to be ranks, and leave the matter to the caller."""
+    with command(model) as process:
+        while len(pids := spawned(process.pid)) < 2:
+            time.sleep(0.02)
+            assert process.poll() is None
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(1.0)
+        assert [state(pid)[0] in "ZX" for pid in pids] == [False, False]
+        interrupt(process)
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=LIMIT)
+    wait_until_gone(session(process.pid), begin)
+    assert process.returncode == 130
+    assert b"Traceback" not in err and err.count(b"\n") <= 1, err
+
+
+def test_the_caller_is_killed(model: Path) -> None:
+    with command(model) as process:
+        first_words(process)
+        pids = session(process.pid)
+        assert len(pids) >= 3
+        process.kill()
+        wait_until_gone(pids, time.monotonic())
+        assert session(process.pid) == []
+
+
+def test_after_all_this(model: Path, answer: list[int]) -> None:
+    with ranks(model, answer):
+        pass

@@ -1,0 +1,85 @@
+"""The trace command, the account of a step, and the overlap program: real ranks, small models."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ladder.bench.lanes import Span, Step
+
+SIGNATURE = b"\x89PNG"
+
+
+def test_account() -> None:
+    """Of two sums after the embedding's, 10 ms each, one is waited for in full and one for 2 ms."""
+    wire = [Span("sum 0", 0, 5), Span("sum 1", 6, 16), Span("sum 2", 16, 26)]
+    waits = [Span("sum 0", 1, 5), Span("sum 1", 6, 16), Span("sum 2", 24, 26)]
+    account = Step("ladder", 1, [Span("attention 0", 5, 6)], wire, waits).account()
+    assert account == {
+        **{"wiring": "ladder", "rank": 1, "sums": 2, "step_ms": 26},
+        **{"wire_ms": 20, "exposed_ms": 12, "hidden": pytest.approx(0.4)},
+    }
+    assert Step("none", 0, [Span("MLP 0", 0, 1)], wire[:1], waits[:1]).account()["hidden"] is None
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ladder", "trace", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_trace(tmp_path: Path) -> None:
+    """A link far slower than the sub-blocks: the standard wiring waits for nearly all of it, the ladder for less."""
+    flags = ["--size", "tiny", "--tp", 2, "--link", "20ms,10GB/s", "--batch", 2, "--context", 16, "--json"]
+    done = run("--out", tmp_path, "--wiring", "standard", "--wiring", "ladder", "--wiring", "none", *flags)
+    assert done.returncode == 0, done.stderr
+    standard, ladder, none = (json.loads(line) for line in done.stdout.splitlines())
+    assert [account["sums"] for account in (standard, ladder, none)] == [8, 8, 0]
+    assert standard["wire_ms"] >= 8 * 20 and standard["exposed_ms"] > 0.8 * standard["wire_ms"]
+    assert ladder["exposed_ms"] < 0.8 * ladder["wire_ms"]
+    assert none["exposed_ms"] == none["wire_ms"] == 0
+    assert (tmp_path / "lanes.png").read_bytes().startswith(SIGNATURE)
+    for wiring in ("standard", "ladder", "none"):
+        for rank in (0, 1):
+            trace = json.loads((tmp_path / f"{wiring}.rank{rank}.trace.json").read_text())
+            names = {event.get("name") for event in trace["traceEvents"]}
+            assert {"attention 0", "MLP 3", "wait for sum 0", "sum 0 on the wire"} <= names
+            assert ("sum 8 on the wire" in names) == (wiring != "none")
+    steps = [Step.read(json.loads(line)) for line in (tmp_path / "steps.rank1.jsonl").read_text().splitlines()]
+    assert [step.wiring for step in steps] == ["standard", "ladder", "none"]
+    assert all(len(step.compute) == 8 and len(step.wire) == len(step.waits) for step in steps)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--tp 3", "3 ranks cannot share"),
+        ("--size huge", "unknown size 'huge'"),
+        ("--wiring ladder:3", "covers 3 layers"),
+        ("--link slow", "unknown link 'slow'"),
+        ("--batch 0", "batch must be at least 1"),
+        ("--model nowhere", "no such model directory"),
+    ],
+)
+def test_refused(flags: str, message: str, tmp_path: Path) -> None:
+    done = run("--out", tmp_path / "out", *flags.split())
+    assert done.returncode == 2 and done.stdout == "" and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_overlap_program() -> None:
+    """It runs and its figures follow from its lines; whether they are good is not a test's business."""
+    program = (
+        "from ladder.bench.overlap import *; run_ranks(2, torch.device('cpu'), work, Setting(hidden=64, rounds=3))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *lines, summary = (json.loads(line) for line in done.stdout.splitlines())
+    assert len(lines) == 3 * 4 + 3 * 2
+    for arm, median in summary["step_ms"].items():
+        own = sorted(line["step_ms"] for line in lines if line["wiring"] == arm and line["tp"] == 2)
+        assert own[1] == pytest.approx(median)
+    times = summary["step_ms"]
+    hidden = (times["standard"] - times["ladder"]) / (times["standard"] - times["none"])
+    assert summary["hidden"] == pytest.approx(hidden) and summary["link"] == "timed"
