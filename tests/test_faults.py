@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ladder.engine.rank
 from ladder import LLM, SamplingParams
-from ladder.checkpoint import SINGLE
+from ladder.checkpoint import SINGLE, load
 from ladder.engine.core import Core
 from ladder.engine.options import EngineOptions
 from ladder.engine.processes import Processes
@@ -102,21 +103,14 @@ def ranks(
 
 def in_step(harm: Callable[[], object], number: int) -> None:
     """Come to harm in the step of this number."""
-    original, steps = Core.step, iter(range(1, number))
-
-    def step(self: Core) -> list[Any]:
-        if next(steps, None) is None:
-            harm()
-        return original(self)
-
-    Core.step = step  # type: ignore[method-assign]
+    original, steps = Core.step, count(1)
+    patch.object(Core, "step", lambda core: harm() if next(steps) == number else original(core)).start()
 
 
-def in_load(harm: Callable[[], object]) -> None:
+def in_load(harm: Callable[[], Any]) -> None:
     """Come to harm when a first weight has been read."""
-    original = ladder.engine.rank.load
-    patched = lambda model, source, check, _: original(model, source, check, lambda _: harm())  # noqa: E731
-    ladder.engine.rank.load = patched  # type: ignore[attr-defined]
+    broken = lambda model, source, check, _: load(model, source, check, lambda _: harm())  # noqa: E731
+    patch("ladder.engine.rank.load", broken).start()
 
 
 def self_signal(number: signal.Signals) -> None:

@@ -1,0 +1,248 @@
+"""Continuous batching: whoever comes and goes, on however many ranks, a request's tokens are those it gets alone."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ladder import LLM, SamplingParams
+from ladder.engine.requests import Chunk
+from tests.checkpoints import tiny
+from tests.threads import threaded
+
+SHARED = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard:2 ladder:2")  # the same at every degree
+OWN = ("desync-2x", "none")  # another function at every degree
+SMALL = {"batch": 3, "chunk": 8}  # so that requests wait, and prompts are read in pieces
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request that comes before poll `comes`, and goes when it has so many tokens, if not by itself."""
+
+    comes: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    goes: int | None = None
+
+
+GREEDY = st.builds(SamplingParams, st.integers(1, 12))
+SAMPLED = st.builds(
+    SamplingParams, st.integers(1, 12), st.sampled_from([0.5, 1.0]), st.sampled_from([0, 1, 20]),
+    st.sampled_from([0.7, 1.0]), st.integers(0, 2**63 - 1),
+)  # fmt: skip
+GUESTS = st.builds(
+    Guest, st.integers(0, 20), st.lists(st.integers(0, 319), min_size=1, max_size=30).map(tuple), GREEDY | SAMPLED,
+    st.none() | st.integers(0, 6),
+)  # fmt: skip
+
+
+def visit(llm: LLM, guests: list[Guest]) -> list[list[int]]:
+    """The tokens of each, as they come and go. Checks that chunks come in order and stop where they should."""
+    ids: dict[int, int] = {}
+    tokens: list[list[int]] = [[] for _ in guests]
+    ended: set[int] = set()
+    polls = 0
+    while len(ids) < len(guests) or ended < set(ids):
+        for number, guest in enumerate(guests):
+            if guest.comes <= polls and number not in ids.values():
+                id = llm.submit(guest.prompt, guest.params)
+                assert id not in ids
+                ids[id] = number
+            if guest.goes == 0 and number in ids.values():
+                leave(llm, ids, number, ended)
+        polls += 1
+        for chunk in llm.poll():
+            number = ids[chunk.index]
+            assert chunk.index not in ended
+            tokens[number] += chunk.token_ids
+            if chunk.finish_reason is not None:
+                assert chunk.finish_reason == "length" and len(tokens[number]) == guests[number].params.max_new_tokens
+                ended.add(chunk.index)
+            elif len(tokens[number]) == guests[number].goes:
+                leave(llm, ids, number, ended)
+    assert llm.poll() == []
+    llm.generate([[1]], SamplingParams(1))  # the ranks have heard of the last who went
+    assert llm.free_slots == llm.opened.options.batch
+    return tokens
+
+
+def leave(llm: LLM, ids: dict[int, int], number: int, ended: set[int]) -> None:
+    id = next(id for id, other in ids.items() if other == number)
+    llm.cancel(id)
+    ended.add(id)
+
+
+def alone(llm: LLM, guest: Guest) -> list[int]:
+    tokens = llm.generate([guest.prompt], guest.params)[0].token_ids
+    return tokens if guest.goes is None else tokens[: guest.goes]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model"), eos=())
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def emulated(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with threaded(model, wiring="ladder", tp=request.param, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def solo(model: Path) -> Iterator[LLM]:
+    with LLM(model, wiring="ladder", **SMALL) as llm:
+        yield llm
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(guests=st.lists(GUESTS, min_size=1, max_size=16))
+def test_company_does_not_matter(emulated: LLM, solo: LLM, guests: list[Guest]) -> None:
+    assert visit(emulated, guests) == [alone(solo, guest) for guest in guests]
+
+
+def party(chance: random.Random, count: int) -> list[Guest]:
+    """Greedy guests of all sizes."""
+    return [
+        Guest(
+            chance.randrange(12),
+            tuple(chance.randrange(320) for _ in range(chance.choice((1, 2, 5, 13, 40)))),
+            SamplingParams(chance.randint(1, 9)),
+            chance.choice((None, None, None, 3)),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("wiring", SHARED)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_processes_say_what_one_process_says(model: Path, wiring: str, tp: int) -> None:
+    chance = random.Random(f"{wiring} {tp}")
+    parties = [party(chance, count) for count in (1, chance.randint(2, 15), 16)]
+    with LLM(model, wiring=wiring) as llm:
+        expected = [[alone(llm, guest) for guest in guests] for guests in parties]
+    with LLM(model, wiring=wiring, tp=tp, batch=6, chunk=16) as llm:
+        assert [visit(llm, guests) for guests in parties] == expected
+
+
+@pytest.mark.parametrize("wiring", OWN)
+def test_processes_say_what_emulated_ranks_say(model: Path, wiring: str) -> None:
+    guests = party(random.Random(wiring), 6)
+    with threaded(model, wiring=wiring, tp=2) as llm:
+        expected = [alone(llm, guest) for guest in guests]
+    with LLM(model, wiring=wiring) as llm:
+        assert expected != [alone(llm, guest) for guest in guests]
+    with LLM(model, wiring=wiring, tp=2, **SMALL) as llm:
+        assert visit(llm, guests) == expected
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[LLM]:
+    """Two processes, and little patience."""
+    with LLM(model, wiring="ladder", tp=2, batch=3, chunk=8, timeout=2.0) as llm:
+        yield llm
+        llm.generate([[1]], SamplingParams(1))
+        assert llm.free_slots == 3  # whatever the tests left behind
+
+
+def test_params_of_its_own_for_each(pair: LLM, solo: LLM) -> None:
+    prompts = [[1], [2, 3], [4] * 20, [5]]
+    params = [SamplingParams(3), SamplingParams(7, 1.0, seed=1), SamplingParams(5, 0.9, 30, 0.9, 2), SamplingParams(1)]
+    results = pair.generate(prompts, params)
+    assert results == [solo.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    assert [len(result.token_ids) for result in results] == [3, 7, 5, 1]
+    drawn = {tuple(pair.generate([[9]], SamplingParams(8, 1.0))[0].token_ids) for _ in range(4)}
+    assert len(drawn) == 4  # without a seed
+
+
+def test_streams_are_complete_and_in_order(pair: LLM, solo: LLM) -> None:
+    prompts, params = [[n] * n for n in range(1, 8)], SamplingParams(6)
+    chunks = list(pair.stream(prompts, params))
+    for index, expected in enumerate(solo.generate(prompts, params)):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert [token for chunk in own for token in chunk.token_ids] == expected.token_ids
+        assert "".join(chunk.text or "" for chunk in own) == expected.text
+        assert [chunk.finish_reason for chunk in own] == [None] * 5 + ["length"]
+    assert chunks[0].index == 0 and {chunk.index for chunk in chunks[:9]} == {0, 1, 2}  # who came first is first
+
+
+def test_a_stream_closed_early_is_cancelled(pair: LLM, solo: LLM) -> None:
+    stream = pair.stream([[1], [2], [3], [4]], SamplingParams(400))
+    for _, _ in zip(range(5), stream, strict=False):
+        pass
+    stream.close()  # type: ignore[attr-defined]
+    assert pair.poll() == []
+    begin = time.monotonic()
+    assert pair.generate([[7]], SamplingParams(4)) == solo.generate([[7]], SamplingParams(4))
+    assert pair.free_slots == 3
+    assert time.monotonic() - begin < 10  # the 400 were not waited for
+
+
+def test_cancelling(pair: LLM, solo: LLM) -> None:
+    """One that waits, one that runs, one that has finished, one that has been cancelled, one that never was."""
+    ids = [pair.submit([number], SamplingParams(9)) for number in range(5)]
+    pair.cancel(ids[4])  # three slots: it waits
+    chunks = pair.poll()
+    pair.cancel(ids[0])
+    chunks += rest(pair)
+    for id in (*ids, ids[0], 10**9):
+        pair.cancel(id)
+    assert pair.poll() == []
+    assert {chunk.index for chunk in chunks} - {ids[0]} == {ids[1], ids[2], ids[3]}
+    expected = solo.generate([[1], [2], [3]], SamplingParams(9))
+    assert [tokens_of(chunks, id) for id in ids[1:4]] == [result.token_ids for result in expected]
+    again = pair.submit([1], SamplingParams(9))  # and who comes after all this is served as ever
+    assert again not in ids and tokens_of(rest(pair), again) == expected[0].token_ids
+
+
+def rest(llm: LLM) -> list[Chunk]:
+    """All chunks until nothing is under way."""
+    chunks: list[Chunk] = []
+    while more := llm.poll():
+        chunks += more
+    return chunks
+
+
+def tokens_of(chunks: list[Chunk], id: int) -> list[int]:
+    return [token for chunk in chunks if chunk.index == id for token in chunk.token_ids]
+
+
+def test_a_long_prompt_stalls_nobody(pair: LLM, solo: LLM) -> None:
+    """Between its pieces, 8 tokens each, the other request goes on."""
+    quick = pair.submit([5, 17], SamplingParams(60))
+    chunks = pair.poll()
+    prompt = list(range(150))
+    long = pair.submit(prompt, SamplingParams(4))
+    chunks += rest(pair)
+    order = [chunk.index for chunk in chunks]
+    # it may have been submitted a few steps before it was heard, and is read in 19 steps
+    assert order[: order.index(long)].count(quick) >= 19
+    assert order.index(long) < len(order) - 10  # it did not wait for the other either
+    results = solo.generate([[5, 17], prompt], [SamplingParams(60), SamplingParams(4)])
+    assert [tokens_of(chunks, id) for id in (quick, long)] == [result.token_ids for result in results]
+
+
+def test_a_slow_reader_is_no_failure(pair: LLM, solo: LLM) -> None:
+    """The time-out of 2 s is for ranks that do not answer, not for a caller who does not ask."""
+    tokens = []
+    for number, chunk in enumerate(pair.stream([[3, 4]], SamplingParams(30))):
+        tokens += chunk.token_ids
+        if number in (0, 20):
+            time.sleep(3.0)
+    assert tokens == solo.generate([[3, 4]], SamplingParams(30))[0].token_ids
+    time.sleep(3.0)
+    assert pair.generate([[3]], SamplingParams(2)) == solo.generate([[3]], SamplingParams(2))
+
+
+def test_two_at_a_time(pair: LLM, solo: LLM, model: Path) -> None:
+    with LLM(model, tp=2) as other, LLM(model) as plain:
+        streams = pair.stream([[6]], SamplingParams(8)), other.stream([[6]], SamplingParams(8))
+        chunks = list(zip(*streams, strict=True))
+        for number, single in enumerate((solo, plain)):
+            found = [token for both in chunks for token in both[number].token_ids]
+            assert found == single.generate([[6]], SamplingParams(8))[0].token_ids
+    assert pair.generate([[6]], SamplingParams(8)) == solo.generate([[6]], SamplingParams(8))
