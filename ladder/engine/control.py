@@ -15,6 +15,9 @@ from ladder.comm.base import Comm, Solo
 from ladder.comm.distributed import Distributed
 from ladder.engine.core import Command
 
+# Ranks wait as long as the first has nothing to say; that it has died they notice at once.
+PATIENCE = timedelta(days=365)
+
 
 class Control(Protocol):
     """The ranks' common ear."""
@@ -34,7 +37,7 @@ class Alone:
 class Broadcast:
     """Over a process group that carries CPU tensors. No commands cost one message of a single number."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._first = dist.get_rank(group) == 0
 
@@ -44,8 +47,7 @@ class Broadcast:
         dist.broadcast(size, group=self._group, group_src=0)
         if not int(size):
             return ()
-        body = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self._first else torch.empty(int(size))
-        body = body.to(torch.uint8)
+        body = torch.frombuffer(bytearray(message or bytes(int(size))), dtype=torch.uint8)
         dist.broadcast(body, group=self._group, group_src=0)
         heard: list[Command] = pickle.loads(body.numpy().tobytes())
         return heard
@@ -79,13 +81,13 @@ def join(
         return Solo(), Alone()
     limit = timedelta(seconds=timeout)
     place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
-    if not own_gpu:
+    if own_gpu:
+        # sums travel on a stream of their own that the compute stream's kernels cannot hold up
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **place)
+    else:
         dist.init_process_group("gloo", timeout=limit, **place)
-        return Distributed(), Broadcast()
-    # sums travel on a stream of their own that the compute stream's kernels cannot hold up
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **place)
-    return Distributed(), Broadcast(dist.new_group(backend="gloo", timeout=limit))
+    return Distributed(), Broadcast(dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def leave() -> None:

@@ -42,6 +42,7 @@ class Processes:
         self._reports: queue.Queue[Report | None] = queue.Queue()  # None: there will be no more, see self._error
         self._error: Exception | None = None
         self._closing = False
+        self._watcher: threading.Thread | None = None
         self._ready: set[int] = set()
         self._accounts: dict[int, Failed] = {}
         self.free_slots = opened.options.batch
@@ -105,7 +106,7 @@ class Processes:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
-        if hasattr(self, "_watcher"):
+        if self._watcher is not None:
             self._watcher.join()
         for pipe in self._pipes:
             pipe.close()

@@ -1,5 +1,6 @@
 """What a rank's process does, and what it says to the process that started it."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -25,7 +26,6 @@ from ladder.errors import LadderError
 from ladder.model import Decoder
 
 PULSE = 0.2  # seconds between two signs of life
-IDLE = 1.0  # seconds after which the first rank speaks to the others although there is nothing to say
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,17 @@ def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pul
         lead(core, control, pipe) if rank == 0 else follow(core, control)
         leave()
     except BaseException as error:
-        pipe.send(_account(error))
+        with contextlib.suppress(OSError):  # nobody listens any more
+            pipe.send(_account(error))
         raise SystemExit(1) from None
 
 
 def lead(core: Core, control: Control, pipe: Connection) -> None:
     """The first rank: hear the caller, tell the others, report."""
     while not core.stopped:
-        commands = []
-        if core.busy or pipe.poll(IDLE):
-            while pipe.poll():
-                commands += pipe.recv()
+        commands = [] if core.busy else pipe.recv()  # nothing to do: wait for something
+        while pipe.poll():
+            commands += pipe.recv()
         core.tell(control.share(commands))
         tokens = core.step() if core.busy else []
         if tokens or commands:
