@@ -6,8 +6,10 @@ anew for each tensor: the pages of a mapping count as this process's memory unti
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +25,8 @@ from ladder.model import Decoder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 # safetensors' names of the types whose values convert to the model's without meaning more than themselves
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -59,6 +63,13 @@ class Directory:
         self._types: dict[str, str] = {}
         for file in dict.fromkeys(self.files.values()):
             self._read_header(file)
+        numbers = [int(match[1]) for name in self.files if (match := _LAYER.match(name))]
+        if max(numbers, default=-1) + 1 != self.config.layers:
+            found = max(numbers, default=-1) + 1
+            raise LadderError(f"{self.path}: config.json calls for {self.config.layers} layers, the files have {found}")
+        if self.config.tied and HEAD in self._shapes:
+            # transformers does not tie a head that the files hold; where it equals the embedding, nothing changes
+            self.config = replace(self.config, tied=False)
 
     def _files(self) -> dict[str, Path]:
         """Tensor name -> file."""
@@ -81,20 +92,27 @@ class Directory:
                 entry = opened.get_slice(name)
                 self._shapes[name], self._types[name] = tuple(entry.get_shape()), entry.get_dtype()
 
-    def check(self, shards: Iterator[Shard]) -> None:
-        """Refuse a directory whose tensors do not fit, before any is read."""
-        for shard in shards:
-            if shard.name not in self._shapes:
-                raise LadderError(f"{self.path} lacks the tensor {shard.name!r} that its config.json calls for")
-            if self._shapes[shard.name] != shard.shape:
-                found, needed = list(self._shapes[shard.name]), list(shard.shape)
-                raise LadderError(f"{self.path}: {shard.name!r} has shape {found}, its config.json calls for {needed}")
-            if self._types[shard.name] not in _FLOATS:
-                kind = self._types[shard.name]
-                raise LadderError(f"{self.path}: {shard.name!r} has type {kind}, which is not a plain float")
+    def check(self, shards: Iterable[Shard]) -> None:
+        """Refuse a directory whose tensors are not those of the model's ranks, before any is read."""
+        wanted = {shard.name: shard.shape for shard in shards}
+        for name, shape in wanted.items():
+            self._check(name, shape)
+        for name in self._shapes:
+            if name.startswith("model.") and name not in wanted and not name.endswith("rotary_emb.inv_freq"):
+                raise LadderError(f"{self.path} has the tensor {name!r}, which a model of its config.json does not")
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._shapes:
+            raise LadderError(f"{self.path} lacks the tensor {name!r} that its config.json calls for")
+        if self._shapes[name] != shape:
+            found, needed = list(self._shapes[name]), list(shape)
+            raise LadderError(f"{self.path}: {name!r} has shape {found}, its config.json calls for {needed}")
+        if self._types[name] not in _FLOATS:
+            raise LadderError(f"{self.path}: {name!r} has type {self._types[name]}, which is not a plain float")
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
         """A view of the mapped file; the mapping lives as long as the view."""
+        self._check(name, shape)
         with safe_open(self.files[name], framework="pt") as opened:
             piece: Tensor = opened.get_slice(name)[index]
             return piece
@@ -121,8 +139,9 @@ def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> N
     if model.comm.size != 1:
         raise LadderError(f"saving needs the whole model on one rank, this is one of {model.comm.size}")
     path = Path(path)
-    if path.is_dir() and any(path.glob("*.safetensors*")):
+    if path.is_dir() and any(path.glob("*.safetensors")):
         raise LadderError(f"{path} already holds weights: choose another directory")
+    config = model.config.to_hf()  # refuses what cannot be written, before anything is
     path.mkdir(parents=True, exist_ok=True)
     groups: list[dict[str, Tensor]] = [{}]
     room = file_bytes
@@ -143,10 +162,12 @@ def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> N
     if len(groups) > 1:
         total = sum(t.numel() * t.element_size() for group in groups for t in group.values())
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
-    _write_json(path / "config.json", model.config.to_hf())
+    _write_json(path / "config.json", config)
 
 
 def _names(file: Path) -> list[str]:
+    if file.exists() and not file.is_file():
+        raise LadderError(f"{file} is not a file")
     try:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from ladder.errors import LadderError, RankError
 
 if TYPE_CHECKING:
     from ladder.engine.requests import Chunk, Result
+
+# click's, which typer carries under a private name
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,12 +47,14 @@ class Prompts:
         """Every prompt: the texts, the file's lines, the ids."""
         prompts: list[str | list[int]] = [*self.prompt]
         if self.prompts_file is not None:
-            prompts += [line for line in _read_text(self.prompts_file).splitlines() if line.strip()]
+            lines = [line.rstrip("\r") for line in _read_text(self.prompts_file).split("\n") if line.strip()]
+            if not lines:
+                raise LadderError(f"{self.prompts_file} has no prompts: write one per line")
+            prompts += lines
         for text in self.token_ids:
-            try:
-                prompts.append([int(part) for part in text.split(",")])
-            except ValueError:
-                raise LadderError(f"token ids {text!r} are not numbers with commas between, as in 5,17,9") from None
+            if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text.replace(" ", "")):
+                raise LadderError(f"token ids {text!r} are not numbers with commas between, as in 5,17,9")
+            prompts.append([int(part) for part in text.split(",")])
         if not prompts:
             raise LadderError("no prompt: give --prompt, --prompts-file or --token-ids")
         return prompts
@@ -56,7 +62,7 @@ class Prompts:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError:
         raise LadderError(f"no such file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -112,14 +118,16 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
     with _loading(opened.weight_bytes) as progress:
         llm = LLM.load(opened, progress)
     with llm:
-        turn, waiting = 0, [""] * len(given)  # answers are shown one after the other, the first unfinished one live
+        # answers are shown one after the other, the first unfinished one live
+        turn, waiting, finished = 0, [""] * len(given), [False] * len(given)
         for chunk in llm.run(requests):
             waiting[chunk.index] += _shown(chunk)
+            finished[chunk.index] = chunk.finish_reason is not None
             while turn < len(given):
                 if not prompts.json:
                     typer.echo(waiting[turn], nl=False)
                     waiting[turn] = ""
-                if requests[turn].finish_reason is None:
+                if not finished[turn]:
                     break
                 typer.echo(_json_line(result(given[turn], requests[turn])) if prompts.json else "")
                 turn += 1
@@ -200,11 +208,17 @@ def _loading(total: int) -> Iterator[Callable[[int], None]]:
 def main() -> NoReturn:
     """The command `ladder`: bad input costs one sentence and exit status 2, a rank that fails one sentence and 1."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _UsageError as error:  # an unknown flag, a number that is none
+        _leave(f"{error.format_message()} (see --help)", 2)  # type: ignore[attr-defined]
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)  # Ctrl-C
     except LadderError as error:
-        typer.echo(f"ladder: {error}", err=True)
-        sys.exit(2)
-    except RankError as error:
-        typer.echo(f"ladder: {error}", err=True)
-        sys.exit(1)
-    sys.exit(0)
+        _leave(str(error), 2)
+    except (RankError, OSError) as error:
+        _leave(str(error), 1)
+
+
+def _leave(reason: str, status: int) -> NoReturn:
+    typer.echo(f"ladder: {' '.join(reason.split())}", err=True)
+    sys.exit(status)

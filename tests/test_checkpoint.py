@@ -207,6 +207,58 @@ def test_a_missing_part_is_refused(tmp_path: Path) -> None:
         Directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "change", [{"ffn": 64}, {"hidden": 32, "head_dim": 8}, {"heads": 4, "head_dim": 8}, {"vocab": 300}]
+)
+def test_load_itself_refuses_what_does_not_fit(change: dict[str, int], tmp_path: Path) -> None:
+    source = Directory(saved(tmp_path))
+    with pytest.raises(LadderError, match="has shape"):
+        load(Decoder(replace(TINY, **change)), source)  # type: ignore[arg-type]
+
+
+def test_more_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, tmp_path / SINGLE)
+    with pytest.raises(LadderError, match=r"has the tensor 'model.layers.0.self_attn.q_proj.bias'"):
+        source = Directory(tmp_path)
+        source.check(Decoder(source.config, device="meta").shards())
+    save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / SINGLE)
+    Directory(tmp_path).check(Decoder(TINY, device="meta").shards())
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 3}))
+    with pytest.raises(LadderError, match="calls for 3 layers, the files have 4"):
+        Directory(tmp_path)
+
+
+def test_a_head_in_the_files_is_used_even_if_the_config_ties_it(tmp_path: Path) -> None:
+    """As transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    saved(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": True}))
+    source, tokens = Directory(tmp_path), torch.arange(9).view(1, 9)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.inference_mode():
+        ours = load(Decoder(source.config), source)(tokens)
+        assert (ours - theirs(tokens).logits).abs().max() < 1e-4
+
+
+def test_a_configuration_that_no_config_json_can_say_is_not_saved(tmp_path: Path) -> None:
+    for change in ({"windows": (3,) * 4}, {"qkv_bias": True}, {"family": "mistral", "windows": (3, 4, 3, 3)}):
+        config = replace(TINY, **change)  # type: ignore[arg-type]
+        with pytest.raises(LadderError, match=r"config\.json can say"):
+            saved(tmp_path / str(len(change)), config)
+    assert not any(tmp_path.rglob("*.safetensors"))
+
+
+def test_progress_adds_up(tmp_path: Path) -> None:
+    told: list[int] = []
+    model = load(Decoder(TINY), Directory(saved(tmp_path)), progress=told.append)
+    assert sum(told) == sum(s.target.numel() * 4 for s in model.shards()) and len(told) > 10
+
+
 def test_values_that_are_not_finite_are_refused_on_request(tmp_path: Path) -> None:
     saved(tmp_path)
     tensors = load_file(tmp_path / SINGLE)

@@ -107,6 +107,18 @@ def no_tokenizer(model: Path) -> None:
         (model / name).unlink()
 
 
+def own_code(model: Path) -> None:
+    """A tokenizer that wants to run a program of the directory's."""
+    (model / "foreign.py").write_text("raise SystemExit('the directory ran its own code')")
+    raw = {"auto_map": {"AutoTokenizer": ["foreign.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+    (model / "tokenizer_config.json").write_text(json.dumps(raw))
+
+
+def fifo(model: Path) -> None:
+    (model / SINGLE).unlink()
+    os.mkfifo(model / SINGLE)
+
+
 def no_weights(model: Path) -> None:
     (model / SINGLE).unlink()
 
@@ -124,6 +136,16 @@ BAD = [
     (spoil_tokenizer, "", "the tokenizer in .* cannot be read"),
     (no_tokenizer, "", "has no tokenizer: give the prompt as token ids"),
     (no_tokenizer, "--prompt= --token-ids 1 --stop x", "stop texts need a tokenizer"),
+    (own_code, "", "the tokenizer in .* cannot be read"),
+    (fifo, "", "model.safetensors is not a file"),
+    (as_it_is, f"--model {'x' * 5000}", "no such model directory: xxx"),
+    (as_it_is, "--prompt \udcff", "prompt 1 is not valid UTF-8"),
+    (as_it_is, "--link 999s,1GB/s", "unknown link '999s,1GB/s'"),
+    (as_it_is, "--wiring desync-1000000000x", "unknown wiring 'desync-1000000000x'"),
+    (as_it_is, "--tp x", "Invalid value for '--tp'"),
+    (as_it_is, "--seed 1.5", "Invalid value for '--seed'"),
+    (as_it_is, "--bogus", "No such option.*--bogus"),
+    (as_it_is, "--token-ids 1_0", "are not numbers"),
     (as_it_is, "--model nowhere", "no such model directory: nowhere"),
     (as_it_is, "--wiring standard:1", "covers 1 layers, the model has 4"),
     (as_it_is, "--wiring ladder@4", "layers are 0 to 3"),
@@ -159,12 +181,25 @@ def test_bad_input_is_one_sentence(
 
     monkeypatch.setattr(Directory, "read", read)
     spoil(tiny(tmp_path))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
     status, out, err = run("generate", "--model", tmp_path, "--prompt", "abc", *flags.split())
     assert status == 2 and out == ""
     assert err.count("\n") == 1 and err.startswith("ladder: ")
     assert re.search(message, err), err
-    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+
+
+def test_empty_prompts_file(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    status, _, err = run("generate", "--model", model, "--prompts-file", tmp_path / "empty.txt")
+    assert status == 2 and "empty.txt has no prompts" in err
+
+
+def test_a_full_disk(model: Path) -> None:
+    flags = ["generate", "--model", str(model), "--token-ids", "1,2", "--max-new-tokens", "2"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "ladder", *flags], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_no_prompt(run: Run, model: Path) -> None:
@@ -180,7 +215,7 @@ def test_weights_that_are_not_finite(run: Run, tmp_path: Path, tp: int) -> None:
     tensors["model.layers.3.mlp.down_proj.weight"][0, 100] = torch.inf
     save_file(tensors, tmp_path / SINGLE)
     arguments = ("generate", "--model", tmp_path, "--prompt", "abc", "--tp", tp, "--max-new-tokens", 1)
-    assert run(*arguments)[0] == 0
+    assert "the model's output is not finite" in run(*arguments)[2]
     status, out, err = run(*arguments, "--check")
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "'model.layers.3.mlp.down_proj.weight' holds values that are not finite" in err

@@ -102,8 +102,21 @@ def test_llama3_frequencies_at_the_published_settings() -> None:
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
-        ({"hidden_size": "wide"}, "wrong type"),
-        ({"num_hidden_layers": 0}, "layers must be at least 1, not 0"),
+        ({"hidden_size": "wide"}, "'hidden_size' must be a whole number, not 'wide'"),
+        ({"hidden_size": 64.0}, "'hidden_size' must be a whole number, not 64.0"),
+        ({"vocab_size": True}, "'vocab_size' must be a whole number"),
+        ({"num_hidden_layers": 0}, "layers must be from 1 to 4096, not 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": float("inf")}, "must be a whole number"),
+        ({"hidden_size": 10**18}, "hidden must be from 1 to"),
+        ({"head_dim": -8}, "head size -8 does not fit"),
+        ({"head_dim": 7}, "head size 7 does not fit"),
+        ({"rms_norm_eps": -1}, "norm_eps must be"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps must be"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rotary base 0.0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor 0.0"),
+        ({"eos_token_id": ["a"]}, "'eos_token_id' must be"),
+        ({"eos_token_id": -1}, "'eos_token_id' must be"),
         ({"num_key_value_heads": 3}, "8 heads cannot share 3 key/value heads"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rotary scaling 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "'factor' is missing"),
@@ -125,7 +138,7 @@ def test_a_config_that_does_not_fit_is_one_sentence(change: dict[str, object], m
     assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 200_000], ids=lambda text: text[:3])
 def test_a_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(LadderError, match=r"config\.json"):

@@ -144,6 +144,32 @@ def test_filters_as_in_transformers() -> None:
         torch.testing.assert_close(ours, theirs[0].softmax(-1))
 
 
+def test_no_temperature_or_top_p_is_too_small() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    for params in (SamplingParams(temperature=1e-40), SamplingParams(temperature=1.0, top_p=1e-60)):
+        assert [Sampler(params).choose(logits) for _ in range(5)] == [1] * 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_that_is_not_finite_is_refused(temperature: float) -> None:
+    with pytest.raises(LadderError, match=r"not finite.*--check"):
+        Sampler(SamplingParams(temperature=temperature)).choose(torch.tensor([0.0, float("nan")]))
+
+
+def test_the_python_faces_pitfalls(directory: Path) -> None:
+    assert SamplingParams(stop="###").stop == ("###",)  # type: ignore[arg-type]
+    with LLM(directory) as llm:
+        with pytest.raises(LadderError, match=r"write \[prompt\]"):
+            llm.generate("abc")
+        with pytest.raises(LadderError, match="not whole numbers"):
+            llm.generate([[1.7, 2]])  # type: ignore[list-item]
+        with pytest.raises(LadderError, match="not valid UTF-8"):
+            llm.generate(["\udcff"])
+        two = zip(llm.stream(["abc"], SamplingParams(9)), llm.stream(["x"], SamplingParams(9)), strict=True)
+        left, right = zip(*((a.token_ids[0], b.token_ids[0]) for a, b in two), strict=True)
+        assert [list(left), list(right)] == [r.token_ids for r in llm.generate(["abc", "x"], SamplingParams(9))]
+
+
 def test_seeds(directory: Path) -> None:
     with LLM(directory) as llm:
         answers = [llm.generate(["abc"], SamplingParams(20, 1.0, seed=seed))[0].token_ids for seed in (1, 1, 2)]

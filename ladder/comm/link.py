@@ -21,14 +21,17 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> "Link":
-        """A name from the table, or `alpha,beta` as in `50us,10GB/s`."""
+        """A name from the table, or `alpha,beta` as in `50us,10GB/s`: up to a minute, from 1 KB/s up."""
         if text in LINKS:
             return LINKS[text]
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s),(\d+(?:\.\d+)?)([KMG])B/s", text.replace(" ", ""))
-        if not match or float(match[3]) == 0:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s),([0-9]+(?:\.[0-9]+)?)([KMG])B/s", text.replace(" ", ""))
+        link = None
+        if match:
+            link = cls(float(match[1]) * _SECONDS[match[2]], float(match[3]) * _BYTES[match[4]])
+        if link is None or link.alpha > 60 or not 1e3 <= link.beta <= 1e15:
             known = ", ".join(LINKS)
             raise LadderError(f"unknown link {text!r}: write alpha,beta as in '50us,10GB/s', or one of {known}")
-        return cls(float(match[1]) * _SECONDS[match[2]], float(match[3]) * _BYTES[match[4]])
+        return link
 
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -7,6 +7,7 @@ import torch
 
 from ladder.engine.sampling import Sampler
 from ladder.engine.scheduler import Job, Pass, Scheduler, finish_reason
+from ladder.errors import LadderError
 from ladder.model import Decoder
 
 
@@ -104,4 +105,11 @@ class Core:
 
     def _make_room(self, positions: int) -> None:
         if positions > self._cache.capacity:
-            self._cache.grow(1 << (positions - 1).bit_length())
+            capacity = 1 << (positions - 1).bit_length()
+            try:
+                self._cache.grow(capacity)
+            except RuntimeError:  # torch's word for no memory, on the CPU and on the GPU
+                slots = len(self._cache.lengths)
+                raise LadderError(
+                    f"no memory for a cache of {slots} requests of {capacity} tokens: lower --batch or --max-new-tokens"
+                ) from None

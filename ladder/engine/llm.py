@@ -46,7 +46,8 @@ class LLM:
         self.opened = opened
         self._executor = executor
         self._ids = count()
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, tuple[Request, list[Chunk]]] = {}  # by id, with where its owner looks for chunks
+        self._submitted: list[Chunk] = []
 
     @property
     def free_slots(self) -> int:
@@ -69,13 +70,15 @@ class LLM:
         return self.run(self._requests(prompts, params))
 
     def run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Carry out requests that were checked before; those submitted by others advance, too, unseen."""
-        ids = {self._submit(request) for request in requests}
+        """Carry out requests that were checked before. Others' requests advance too; their chunks wait for them."""
+        box: list[Chunk] = []
+        ids = {self._submit(request, box) for request in requests}
         try:
-            while ids & self._open.keys():
-                for id, chunk in self._advance():
-                    if id in ids:
-                        yield chunk
+            while box or ids & self._open.keys():
+                while box:
+                    yield box.pop(0)
+                if ids & self._open.keys():
+                    self._advance()
         finally:
             for id in ids:
                 self.cancel(id)
@@ -96,12 +99,12 @@ class LLM:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Let a request join. Its chunks' `index` is the number returned."""
         request = self.opened.requests([prompt], params or SamplingParams())[0]
-        request.index = self._submit(request)
+        request.index = self._submit(request, self._submitted)
         return request.index
 
-    def _submit(self, request: Request) -> int:
+    def _submit(self, request: Request, box: list[Chunk]) -> int:
         id = next(self._ids)
-        self._open[id] = request
+        self._open[id] = (request, box)
         self._executor.tell([Add(Job(id, request.tokens, request.limit, request.params))])
         return id
 
@@ -111,27 +114,27 @@ class LLM:
             self._executor.tell([Drop(id)])
 
     def poll(self) -> list[Chunk]:
-        """The chunks of the next step of all submitted requests; empty only when none is under way."""
-        while self._open:
-            if chunks := [chunk for _, chunk in self._advance()]:
-                return chunks
-        return []
+        """New chunks of the submitted requests; empty only when none of them is under way."""
+        while not self._submitted and any(box is self._submitted for _, box in self._open.values()):
+            self._advance()
+        chunks = list(self._submitted)
+        self._submitted.clear()
+        return chunks
 
-    def _advance(self) -> list[tuple[int, Chunk]]:
-        chunks: list[tuple[int, Chunk]] = []
+    def _advance(self) -> None:
+        """Wait for tokens and put what becomes of them where their owners look."""
         left: list[Command] = []
         for token in self._executor.poll():
-            request = self._open.get(token.id)
-            if request is None:
+            if token.id not in self._open:
                 continue  # cancelled while this token was under way
-            chunks.append((token.id, request.add(token.token, token.finish_reason)))
+            request, box = self._open[token.id]
+            box.append(request.add(token.token, token.finish_reason))
             if request.finish_reason is not None:
                 del self._open[token.id]
                 if token.finish_reason is None:  # a stop text: the ranks know no text
                     left.append(Drop(token.id))
         if left:
             self._executor.tell(left)
-        return chunks
 
     def close(self) -> None:
         """Stop all ranks."""

@@ -33,7 +33,7 @@ class EngineOptions:
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
         for name in ("tp", "batch", "chunk", "timeout"):
-            if not getattr(self, name) >= 1:
+            if isinstance(getattr(self, name), str) or not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
@@ -59,5 +59,7 @@ class SamplingParams:
             raise LadderError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise LadderError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         if "" in self.stop:
             raise LadderError("stop must not be an empty text")

@@ -59,7 +59,7 @@ class Failed:
 
 def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callable[[int], None] | None) -> Core:
     """Load one rank's shard."""
-    wire = comm if opened.link is None else Timed(comm, opened.link)
+    wire = comm if opened.link is None or comm.size == 1 else Timed(comm, opened.link)  # one rank sends nothing
     model = load(Decoder(opened.config, wire, device), opened.directory, opened.options.check, progress)
     return Core(model, opened.options.batch, opened.options.chunk)
 

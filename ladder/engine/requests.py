@@ -77,15 +77,16 @@ class Opened:
             config = replace(config, dtype=options.dtype)
         self.config: ModelConfig = config
         config.check_degree(options.tp)
-        self.weight_bytes = 0  # of all ranks together, for a progress bar
-        for rank in range(options.tp):
-            shards = list(Decoder(config, Seat(rank, options.tp), device="meta").shards())
-            self.directory.check(iter(shards))
-            self.weight_bytes += sum(s.target.numel() * s.target.element_size() for s in shards)
+        ranks = (Decoder(config, Seat(rank, options.tp), device="meta") for rank in range(options.tp))
+        shards = [shard for rank in ranks for shard in rank.shards()]
+        self.directory.check(shards)
+        self.weight_bytes = sum(s.target.numel() * s.target.element_size() for s in shards)  # of all ranks together
         self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
 
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
         """Tokenize and check the prompts, which are numbered from `first`."""
+        if isinstance(prompts, str):
+            raise LadderError("prompts must be a list: write [prompt] for a single one")
         if params.stop and self.tokenizer is None:
             raise LadderError(f"stop texts need a tokenizer, {self.options.model} has none")
         requests = []
@@ -105,9 +106,15 @@ class Opened:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise LadderError(f"{self.options.model} has no tokenizer: give the prompt as token ids")
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError:
+                raise LadderError(f"prompt {index} is not valid UTF-8") from None
             tokens = [int(token) for token in self.tokenizer(prompt).input_ids]
         else:
-            tokens = [int(token) for token in prompt]
+            tokens = list(prompt)
+            if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+                raise LadderError(f"prompt {index} has ids that are not whole numbers: {tokens[:8]}")
         if not tokens:
             raise LadderError(f"prompt {index} is empty: it has no tokens to start from")
         wrong = [token for token in tokens if not 0 <= token < self.config.vocab]

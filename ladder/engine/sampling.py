@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ladder.engine.options import SamplingParams
+from ladder.errors import LadderError
 
 
 class Sampler:
@@ -19,9 +20,13 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> int:
         """`logits` [vocab] -> the next token."""
+        if not bool(logits.max().isfinite()):  # NaN wins every comparison here
+            raise LadderError("the model's output is not finite: try --check for its weights, or a wider --dtype")
         if self._params.temperature == 0:
             return int(logits.argmax())
-        chances = filtered(logits.float().cpu() / self._params.temperature, self._params.top_k, self._params.top_p)
+        logits = logits.float().cpu()
+        # the largest becomes 0, so that no temperature can make it infinite
+        chances = filtered((logits - logits.max()) / self._params.temperature, self._params.top_k, self._params.top_p)
         return int(torch.multinomial(chances, 1, generator=self._generator))
 
 
@@ -29,8 +34,8 @@ def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """softmax(logits) of the `top_k` likeliest, of these the smallest set that reaches `top_p`, scaled to 1."""
     order = logits.argsort(descending=True, stable=True)
     kept = logits[order][: top_k or None].softmax(-1)
-    before = (
-        kept.cumsum(-1) - kept
-    )  # the probability of everything likelier: below top_p, so the likeliest always stays
-    kept = kept.where(before < top_p, 0)
+    before = kept.cumsum(-1) - kept  # the probability of everything likelier
+    inside = before < top_p
+    inside[0] = True  # also for a top_p that rounds to zero
+    kept = kept.where(inside, 0)
     return torch.zeros_like(logits).scatter(0, order[: len(kept)], kept / kept.sum())

@@ -7,11 +7,13 @@ from typing import Any
 from ladder.errors import LadderError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-# A tokenizer may know fewer ids than the model has rows (tables are padded), never more.
 
 
 def load_tokenizer(directory: Path, vocab: int) -> Any | None:
-    """The directory's tokenizer, checked against the model's vocabulary; None where there is none."""
+    """The directory's tokenizer; None where there is none.
+
+    It may know fewer ids than the model has rows (tables are padded), never more.
+    """
     if not any((directory / name).exists() for name in _FILES):
         return None
     from transformers import AutoTokenizer  # seconds to import: only for those who need it
@@ -19,7 +21,7 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
 
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its own libraries raise whatever they like for a broken file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise LadderError(f"the tokenizer in {directory} cannot be read: {reason[0]}") from None

@@ -87,7 +87,8 @@ class Place:
             if seen == tokens and (window is None or window >= seen):
                 masks[window] = None
             else:
-                distance = positions.unsqueeze(-1) - torch.arange(seen, device=device)
+                alike = positions[:1] if len(set(starts)) == 1 else positions  # one mask for all where all begin alike
+                distance = alike.int().unsqueeze(-1) - torch.arange(seen, device=device, dtype=torch.int32)
                 masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
         lines = torch.tensor(list(slots), device=device).unsqueeze(1)
         neighbours = list(slots) == list(range(slots[0], slots[0] + batch))

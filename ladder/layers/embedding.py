@@ -46,7 +46,7 @@ class Embedding(VocabularyRows):
         """[...] ids -> [..., hidden] partial sum."""
         local = tokens - self.start
         mine = (local >= 0) & (local < self.step)
-        return F.embedding(local.where(mine, 0), self.weight) * mine.unsqueeze(-1)
+        return F.embedding(local.where(mine, 0), self.weight).where(mine.unsqueeze(-1), 0)
 
 
 class Head(VocabularyRows):

@@ -9,7 +9,7 @@ from ladder.layers.shard import Shard
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, the quotient in float32. Every rank has all of it."""
+    """x / sqrt(mean(x^2) + eps) * weight, the quotient in float32 at least. Every rank has all of it."""
 
     def __init__(self, name: str, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
 

@@ -1,57 +1,25 @@
 """What a model is: its dimensions, its family's habits, and its wiring. From and to Hugging Face's config.json.
 
-A size or a family is a row in a table at the end of this file.
+A family is a row in the table at the end of this file.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ladder.config.fields import read_json, token_ids, whole_number
+from ladder.config.rope import Rope
 from ladder.errors import LadderError
 from ladder.wiring import Wiring
 
 # A directory that carries a wiring has this model_type, so that software that knows no wirings refuses it.
 WIRED_MODEL_TYPE = "ladder"
 WIRED_ARCHITECTURE = "LadderForCausalLM"
+# Beyond any model, but small enough for arithmetic: a typing error should cost a sentence, not the memory.
+LARGEST = {"hidden": 1 << 20, "layers": 4096, "heads": 1 << 16, "kv_heads": 1 << 16, "ffn": 1 << 24, "vocab": 1 << 24}
+LARGEST |= {"context": 1 << 30}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: base, and how its frequencies are stretched for longer contexts."""
-
-    theta: float = 10_000.0
-    kind: str = "default"  # default, linear, llama3
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, like the next two
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], context: int) -> "Rope":
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
-        keys = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        theta = float(keys.get("rope_theta", raw.get("rope_theta", cls.theta)))
-        kind = keys.get("rope_type", keys.get("type", "default"))
-        if kind == "default":
-            return cls(theta)
-        if kind == "linear":
-            return cls(theta, kind, float(_need(keys, "factor")))
-        if kind == "llama3":
-            factor, low, high = (float(_need(keys, k)) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-            return cls(theta, kind, factor, low, high, int(keys.get("original_max_position_embeddings", context)))
-        raise LadderError(f"rotary scaling {kind!r} is not supported: known are default, linear, llama3")
-
-    def to_hf(self) -> dict[str, Any]:
-        keys: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
-        if self.kind != "default":
-            keys["factor"] = self.factor
-        if self.kind == "llama3":
-            keys |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
-            keys["original_max_position_embeddings"] = self.original_context
-        return keys
 
 
 @dataclass(frozen=True)
@@ -93,9 +61,11 @@ class ModelConfig:
     wiring: Wiring = Wiring(())  # empty: standard
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "context"):
-            if getattr(self, name) < 1:
-                raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, most in LARGEST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise LadderError(f"{name} must be from 1 to {most}, not {getattr(self, name)}")
+        if not 0 <= self.norm_eps < 1:
+            raise LadderError(f"norm_eps must be from 0 to below 1, not {self.norm_eps}")
         if self.family not in FAMILIES:
             raise LadderError(f"unknown model family {self.family!r}: known are {', '.join(FAMILIES)}")
         if self.dtype not in DTYPES:
@@ -106,8 +76,8 @@ class ModelConfig:
             if self.hidden % self.heads:
                 raise LadderError(f"hidden size {self.hidden} is not a multiple of {self.heads} heads")
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        if self.head_dim % 2:
-            raise LadderError(f"head size {self.head_dim} is odd; rotary embedding needs pairs")
+        if self.head_dim < 2 or self.head_dim % 2 or self.head_dim > LARGEST["hidden"]:
+            raise LadderError(f"head size {self.head_dim} does not fit: rotary embedding needs pairs")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.layers)
         if not self.wiring.layers:
@@ -145,6 +115,8 @@ class ModelConfig:
 
     @classmethod
     def named(cls, size: str) -> "ModelConfig":
+        from ladder.config.sizes import SIZES  # which are made of this class
+
         if size not in SIZES:
             raise LadderError(f"unknown size {size!r}: known are {', '.join(SIZES)}")
         return SIZES[size]
@@ -152,8 +124,12 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
         """Read config.json; end-of-text ids come from generation_config.json where there is one."""
-        if not directory.is_dir():
-            raise LadderError(f"no such model directory: {directory}")
+        try:
+            there = directory.is_dir()
+        except OSError:  # a name that is too long, for one
+            there = False
+        if not there:
+            raise LadderError(f"no such model directory: {str(directory)[:200]}")
         raw = read_json(directory / "config.json")
         generation = directory / "generation_config.json"
         if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
@@ -162,7 +138,12 @@ class ModelConfig:
             return cls.from_hf(raw)
         except LadderError as error:
             raise LadderError(f"{directory / 'config.json'}: {error}") from None
-        except (TypeError, ValueError, AttributeError) as error:  # a list where a number belongs, and the like
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:  # a list where a number belongs, and the like
             raise LadderError(f"{directory / 'config.json'}: a value has the wrong type ({error})") from None
 
     @classmethod
@@ -178,18 +159,20 @@ class ModelConfig:
             raise LadderError("quantized weights are not supported: save the model in bfloat16 or float32 first")
         if raw.get("hidden_act", "silu") != "silu":
             raise LadderError(f"activation {raw['hidden_act']!r} is not supported: only silu is")
-        layers, heads = int(_need(raw, "num_hidden_layers")), int(_need(raw, "num_attention_heads"))
-        context = int(_need(raw, "max_position_embeddings"))
+        layers, heads = whole_number(raw, "num_hidden_layers"), whole_number(raw, "num_attention_heads")
+        if layers > LARGEST["layers"]:
+            raise LadderError(f"num_hidden_layers is {layers}, more than {LARGEST['layers']}")
+        context = whole_number(raw, "max_position_embeddings")
         attention_bias = bool(raw.get("attention_bias", False))
         return cls(
             family=name,
-            hidden=int(_need(raw, "hidden_size")),
+            hidden=whole_number(raw, "hidden_size"),
             layers=layers,
             heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            ffn=int(_need(raw, "intermediate_size")),
-            vocab=int(_need(raw, "vocab_size")),
-            head_dim=int(raw.get("head_dim") or 0),
+            kv_heads=whole_number(raw, "num_key_value_heads", heads),
+            ffn=whole_number(raw, "intermediate_size"),
+            vocab=whole_number(raw, "vocab_size"),
+            head_dim=whole_number(raw, "head_dim", 0),
             context=context,
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope=Rope.from_hf(raw, context),
@@ -199,7 +182,7 @@ class ModelConfig:
             mlp_bias=bool(raw.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
             windows=_windows(raw, family, layers),
             bos=raw.get("bos_token_id"),
-            eos=_ids(raw.get("eos_token_id")),
+            eos=token_ids(raw.get("eos_token_id")),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
             wiring=_wiring(raw, layers),
         )
@@ -240,32 +223,9 @@ class ModelConfig:
         if not self.wiring.is_standard:
             raw |= {"architectures": [WIRED_ARCHITECTURE], "model_type": WIRED_MODEL_TYPE}
             raw |= {"base_model_type": self.family, "wiring": str(self.wiring)}
+        if ModelConfig.from_hf(raw) != self:  # say, a sliding window in a family that has none
+            raise LadderError(f"no {self.family} config.json can say what this configuration says")
         return raw
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or one sentence that says why not."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LadderError(f"no such file: {path}") from None
-    except (OSError, ValueError) as error:
-        raise LadderError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise LadderError(f"{path} is not a JSON object")
-    return raw
-
-
-def _need(raw: Mapping[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
-        raise LadderError(f"the key {key!r} is missing")
-    return raw[key]
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
 
 
 def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
@@ -303,37 +263,4 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, windows="listed", defaults={**_QWEN, "head_dim": 128}
     ),
-}
-
-_LLAMA_3 = {"vocab": 128_256, "context": 8192, "rope": Rope(500_000.0)}
-_LLAMA_31 = _LLAMA_3 | {"context": 131_072, "rope": Rope(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)}
-_LLAMA_32 = _LLAMA_31 | {"rope": Rope(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192), "tied": True}
-_PAPER = {"vocab": 49_152, "context": 2048, "dtype": "bfloat16"}
-
-
-def _size(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> ModelConfig:
-    return ModelConfig(hidden, layers, heads, kv_heads, ffn, **{"dtype": "bfloat16", **rest})
-
-
-SIZES: dict[str, ModelConfig] = {
-    # the paper's from-scratch models, and its larger ladder models of equal speed
-    "1B": _size(1536, 40, 24, 24, 4096, **_PAPER),
-    "1.5B": _size(1536, 52, 24, 24, 4096, **_PAPER),
-    "3B": _size(2304, 40, 36, 36, 9216, **_PAPER),
-    "4.5B": _size(2304, 52, 36, 36, 9216, **_PAPER),
-    # the same where 8 ranks must divide the heads
-    "3B-32h": _size(2304, 40, 32, 32, 9216, **_PAPER),
-    "4.5B-32h": _size(2304, 52, 32, 32, 9216, **_PAPER),
-    # the paper's benchmark sizes
-    "llama-3-8b": _size(4096, 32, 32, 8, 14_336, **_LLAMA_3),
-    "34B": _size(8192, 48, 64, 8, 22_016, vocab=32_000, context=16_384, rope=Rope(1e6)),  # CodeLlama-34B
-    "llama-3-70b": _size(8192, 80, 64, 8, 28_672, **_LLAMA_3),
-    "176B": _size(14_336, 70, 112, 112, 57_344, vocab=250_880, context=2048),  # BLOOM's dimensions, this architecture
-    "llama-3.1-405b": _size(16_384, 126, 128, 8, 53_248, **_LLAMA_31),
-    # small ones people have
-    "llama-3.2-1b": _size(2048, 16, 32, 8, 8192, **_LLAMA_32),
-    "llama-3.2-3b": _size(3072, 28, 24, 8, 8192, **_LLAMA_32),
-    "smollm2-135m": _size(576, 30, 9, 3, 1536, vocab=49_152, context=8192, rope=Rope(1e5), tied=True),
-    # for tests and the demo: shards over 8 ranks, with its 4 key/value heads replicated
-    "tiny": ModelConfig(64, 4, 8, 4, 128, vocab=320, context=512),
 }

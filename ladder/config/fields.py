@@ -1,0 +1,45 @@
+"""Reading config.json: every value is what it must be, or one sentence says why not."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ladder.errors import LadderError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or one sentence that says why not."""
+    if path.exists() and not path.is_file():
+        raise LadderError(f"{path} is not a file")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LadderError(f"no such file: {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LadderError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise LadderError(f"{path} is not a JSON object")
+    return raw
+
+
+def need(raw: Mapping[str, Any], key: str) -> Any:
+    if raw.get(key) is None:
+        raise LadderError(f"the key {key!r} is missing")
+    return raw[key]
+
+
+def whole_number(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key) if default is not None else need(raw, key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise LadderError(f"{key!r} must be a whole number, not {value!r}")
+    return value
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in ids):
+        raise LadderError(f"'eos_token_id' must be an id or a list of ids, not {value!r}")
+    return ids
