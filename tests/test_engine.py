@@ -99,7 +99,7 @@ def solo(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(guests=st.lists(GUESTS, min_size=1, max_size=16))
 def test_company_does_not_matter(emulated: LLM, solo: LLM, guests: list[Guest]) -> None:
     assert visit(emulated, guests) == [alone(solo, guest) for guest in guests]
@@ -228,13 +228,13 @@ def test_a_long_prompt_stalls_nobody(pair: LLM, solo: LLM) -> None:
 
 def test_a_slow_reader_is_no_failure(pair: LLM, solo: LLM) -> None:
     """The time-out of 2 s is for ranks that do not answer, not for a caller who does not ask."""
-    tokens = []
+    tokens: list[int] = []
     for number, chunk in enumerate(pair.stream([[3, 4]], SamplingParams(30))):
         tokens += chunk.token_ids
         if number in (0, 20):
             time.sleep(3.0)
     assert tokens == solo.generate([[3, 4]], SamplingParams(30))[0].token_ids
-    time.sleep(3.0)
+    time.sleep(8.0)  # longer, too, than the ranks would wait for each other
     assert pair.generate([[3]], SamplingParams(2)) == solo.generate([[3]], SamplingParams(2))
 
 

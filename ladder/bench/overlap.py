@@ -7,7 +7,8 @@ interleaved, so that drift hits all alike. Prints JSON lines: one per round and 
 
     hidden = (T_standard - T_ladder) / (T_standard - T_none)         T: median over the rounds
 
-and, with one rank and no link, what the ladder wiring itself costs over the standard one.
+and, with one rank and no link, what the ladder wiring itself costs over the standard one. The last sum of a step has
+nothing to hide behind: with L layers at most 1 - 1 / 2L can be hidden.
 """
 
 import json
@@ -39,12 +40,12 @@ class Setting:
 
     ranks: int = 2
     hidden: int = 1024
-    layers: int = 6
+    layers: int = 12
     heads: int = 16
     ffn: int = 2048
     batch: int = 16
     context: int = 64
-    steps: int = 6  # per round and arm; a round's figure is their median
+    steps: int = 5  # per round and arm; a round's figure is their median
     rounds: int = 5
 
 

@@ -1,0 +1,127 @@
+"""Two thousand requests of all kinds through two processes: nothing lost, nothing twice, and no memory kept."""
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import printable
+
+from ladder import LLM, SamplingParams
+from ladder.engine.requests import Chunk
+from tests.checkpoints import tiny
+from tests.test_faults import rank_pids
+
+REQUESTS = 2000
+SLOTS = 48
+AHEAD = 80  # requests under way or waiting at once
+SAMPLE = 50
+GROWTH, SLACK = 1.05, 8 << 20  # of a rank's memory from the half to the end; bytes
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass
+class Guest:
+    """A request, its wish to leave after so many tokens, and what it has got."""
+
+    prompt: Prompt
+    params: SamplingParams
+    goes: int | None
+    new: list[int] = field(default_factory=list)
+    text: str = ""
+    end: str | None = None
+
+
+def draw(chance: random.Random) -> Guest:
+    length = chance.choice((1, 1, 2, 3, 5, 8, 30))
+    ids = tuple(chance.randrange(256) for _ in range(length))
+    prompt: Prompt = "".join(chr(97 + id % 26) for id in ids) if chance.random() < 0.3 else ids
+    params = SamplingParams(chance.randint(1, 9))
+    if chance.random() < 0.5:
+        filters = chance.choice((0, 5, 50)), chance.choice((0.8, 1.0))
+        params = SamplingParams(params.max_new_tokens, chance.choice((0.3, 1.0)), *filters, chance.randrange(2**63))
+    if chance.random() < 0.4:
+        params = replace(params, stop=tuple(chance.sample(printable, 20)))
+    return Guest(prompt, params, chance.randrange(6) if chance.random() < 0.15 else None)
+
+
+def take(guest: Guest, chunk: Chunk) -> None:
+    assert guest.end is None, "a chunk after the last"
+    assert len(chunk.token_ids) == 1
+    guest.new += chunk.token_ids
+    guest.text += chunk.text or ""
+    guest.end = chunk.finish_reason
+
+
+def serve(llm: LLM, guests: list[Guest]) -> None:
+    """All of them, as many at once as they are let in."""
+    coming, here = iter(guests), dict[int, Guest]()
+    known: set[int] = set()
+    while True:
+        for guest in coming:
+            id = llm.submit(guest.prompt, guest.params)
+            assert id not in known
+            known.add(id)
+            here[id] = guest
+            if len(here) == AHEAD:
+                break
+        for id, guest in list(here.items()):
+            if guest.goes is not None and len(guest.new) >= guest.goes:
+                llm.cancel(id)
+                del here[id]
+        if not here:
+            break
+        chunks = llm.poll()
+        assert chunks and len({chunk.index for chunk in chunks}) == len(chunks) <= SLOTS
+        for chunk in chunks:
+            take(here[chunk.index], chunk)  # of nobody unknown, cancelled or done
+            if here[chunk.index].end is not None:
+                del here[chunk.index]
+    assert llm.poll() == [] and len(known) == len(guests)
+
+
+def memory(pid: int) -> int:
+    """Resident bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+
+def check(guest: Guest) -> None:
+    """It got what it wished for, no more."""
+    limit = guest.params.max_new_tokens
+    if guest.end is None:
+        assert guest.goes is not None and len(guest.new) == guest.goes
+    elif guest.end == "length":
+        assert len(guest.new) == limit
+    else:
+        assert guest.params.stop and len(guest.new) <= limit
+    if guest.end is not None:
+        assert not any(stop in guest.text for stop in guest.params.stop)
+
+
+def alone(llm: LLM, guest: Guest) -> bool:
+    """Whether it would have got the same by itself."""
+    result = llm.generate([guest.prompt], guest.params)[0]
+    if guest.end is None:
+        return result.token_ids[: len(guest.new)] == guest.new
+    return (result.token_ids, result.text, result.finish_reason) == (guest.new, guest.text, guest.end)
+
+
+def test_two_thousand_requests(tmp_path: Path) -> None:
+    model = tiny(tmp_path, "ladder", eos=())
+    chance = random.Random(0)
+    guests = [draw(chance) for _ in range(REQUESTS)]
+    with LLM(model, tp=2, batch=SLOTS, chunk=64) as llm:
+        used = []
+        for part in (guests[: REQUESTS // 2], guests[REQUESTS // 2 :]):
+            serve(llm, part)
+            used.append([memory(pid) for pid in rank_pids()])
+        llm.generate([[1]], SamplingParams(1))  # the ranks have heard of the last who left
+        assert llm.free_slots == SLOTS
+    assert len(used[0]) == 2
+    assert all(after <= before * GROWTH + SLACK for before, after in zip(*used, strict=True)), used
+    for guest in guests:
+        check(guest)
+    ends = [guest.end for guest in guests]
+    assert min(ends.count(end) for end in (None, "length", "stop")) > REQUESTS // 20  # there were some of each
+    with LLM(model) as llm:
+        assert all(alone(llm, guest) for guest in chance.sample(guests, SAMPLE))
