@@ -1,6 +1,7 @@
 """Who carries out the steps: this process alone, or as the first rank of torchrun's world, or processes of our own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -50,19 +51,25 @@ class Here:
 
     def poll(self) -> list[Token]:
         told, self._told = self._told, []
-        try:
+        with _company():
             self._core.tell(self._control.share(told))
             return self._core.step() if self._core.busy else []
-        except (RuntimeError, dist.DistError) as error:
-            if not dist.is_initialized():
-                raise  # alone: nobody else's fault
-            reason = " ".join(str(error).split())
-            raise RankError(f"the first rank lost the others: {reason}") from error
 
     def close(self) -> None:
         if not self._core.stopped:
             self._core.tell(self._control.share([Stop()]))
             leave()
+
+
+@contextmanager
+def _company() -> Iterator[None]:
+    """In torchrun's world, a wire that breaks is another rank's end: one sentence instead of a traceback."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if not dist.is_initialized():
+            raise  # alone: nobody else's fault
+        raise RankError(f"rank {dist.get_rank()} lost the others: {' '.join(str(error).split())}") from error
 
 
 def adopt_world(options: EngineOptions) -> EngineOptions:
@@ -87,7 +94,8 @@ def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Exec
         core = make_core(opened, comm, device, progress if world.rank == 0 else None)
         if world.rank == 0:
             return Here(core, control)
-        follow(core, control)
+        with _company():
+            follow(core, control)
         leave()
         raise SystemExit(0)
     if opened.options.tp == 1:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -48,10 +48,12 @@ class Processes:
         self.free_slots = opened.options.batch
         # where the ranks meet: on loopback, at a port that the system chooses and that ends with this process
         self._store = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
-        context = get_context("spawn")
+        # ranks are forked from a clean process that has loaded torch once for all of them, and nothing else
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["ladder.engine.rank"])
         self._pulses: Any = context.Array("d", [time.monotonic() + START] * self._size, lock=False)
         self._pipes: list[Connection] = []
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         try:
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
@@ -175,7 +177,9 @@ class Processes:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is not None and rank not in self._accounts:
+                return RankError(f"rank {rank} ended unexpectedly; all ranks were stopped")
         for rank, account in self._accounts.items():
             return RankError(f"rank {rank} lost the others: {account.reason}; all ranks were stopped")
-        ended = [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
-        return RankError(f"rank {ended[0] if ended else 0} ended unexpectedly; all ranks were stopped")
+        return RankError("the ranks closed their pipes; all ranks were stopped")

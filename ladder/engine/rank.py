@@ -66,7 +66,8 @@ def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callab
 
 def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pulses: Any) -> None:
     """One rank, from its start to its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's business, which stops this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's business, who stops this process
+    pulses[rank] = time.monotonic()
     threading.Thread(target=_live, args=(rank, pulses), daemon=True).start()
     try:
         # so that the ranks together use the cores once, and leave their wire's threads some air
@@ -117,6 +118,7 @@ def _account(error: BaseException) -> Failed:
 def _live(rank: int, pulses: Any) -> None:
     """Show signs of life; end when the process that started this one does, however it ended."""
     parent = parent_process()
-    while parent is None or not connection.wait([parent.sentinel], timeout=PULSE):
+    assert parent is not None
+    while not connection.wait([parent.sentinel], timeout=PULSE):
         pulses[rank] = time.monotonic()
     os._exit(1)
