@@ -182,6 +182,15 @@ def test_a_stream_closed_early_is_cancelled(pair: LLM, solo: LLM) -> None:
     assert time.monotonic() - begin < 10  # the 400 were not waited for
 
 
+def test_a_stop_text_frees_the_slot(pair: LLM, solo: LLM) -> None:
+    """The ranks, who know no text, are told."""
+    text = solo.generate([[5, 17]], SamplingParams(20))[0].text or ""
+    params = SamplingParams(400, stop=(text[2:4],))
+    assert pair.generate([[5, 17]], params) == solo.generate([[5, 17]], params)
+    pair.generate([[1]], SamplingParams(1))
+    assert pair.free_slots == 3
+
+
 def test_cancelling(pair: LLM, solo: LLM) -> None:
     """One that waits, one that runs, one that has finished, one that has been cancelled, one that never was."""
     ids = [pair.submit([number], SamplingParams(9)) for number in range(5)]

@@ -5,16 +5,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import printable
 
+import pytest
+
 from ladder import LLM, SamplingParams
 from ladder.engine.requests import Chunk
 from tests.checkpoints import tiny
 from tests.test_faults import rank_pids
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 2000
 SLOTS = 48
 AHEAD = 80  # requests under way or waiting at once
 SAMPLE = 50
-GROWTH, SLACK = 1.05, 8 << 20  # of a rank's memory from the half to the end; bytes
+GROWTH, SLACK = 1.01, 4 << 20  # of a rank's memory from the half to the end; bytes
 
 Prompt = str | tuple[int, ...]
 

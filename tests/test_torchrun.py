@@ -16,6 +16,8 @@ import pytest
 from ladder import LLM, SamplingParams
 from tests.checkpoints import tiny
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 180.0  # seconds for what would otherwise hang; it needs about twenty
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 PROMPTS = [[5, 17, 9], [1], [7] * 30]
@@ -104,7 +106,7 @@ def torchrun(model: Path, *flags: str, prompts: list[list[int]] = PROMPTS, more:
     command = [TORCHRUN, *flags, "-m", "ladder", "generate", *own]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as agent:  # type: ignore[call-overload]
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as agent:  # type: ignore[call-overload]
         run = Run(agent)
         try:
             yield run
