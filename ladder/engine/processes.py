@@ -164,7 +164,7 @@ class Processes:
         while True:
             for rank, process in enumerate(self._processes):
                 self._listen(rank)
-                if process.exitcode is not None and process.exitcode < 0:
+                if process.exitcode is not None and process.exitcode < 0 and rank not in self._accounts:
                     name = signal.Signals(-process.exitcode).name
                     return RankError(f"rank {rank} was killed by {name}; all ranks were stopped")
             for rank, account in self._accounts.items():
