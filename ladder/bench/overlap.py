@@ -1,14 +1,14 @@
-"""Does the next sub-block hide a sum? Two CPU ranks, a timed link, and the four wirings that answer it.
+"""Does the next sub-block hide a sum? Two CPU ranks, a timed link, and the three wirings that answer it.
 
-python -m ladder.bench.overlap
+python -m ladder.bench.overlap          (some 3 minutes; on a machine with nothing else to do)
 
-The link's alpha is the measured time of the shorter sub-block, the longest that one sub-block can hide. Arms are
-interleaved, so that drift hits all alike. Prints JSON lines: one per round and arm, then a summary with
+The link's alpha is the measured time of the shorter sub-block, the longest that one sub-block can hide. Arms take
+turns step by step, so that drift hits all alike. Prints JSON lines: one per round with
 
-    hidden = (T_standard - T_ladder) / (T_standard - T_none)         T: median over the rounds
+    hidden = (T_standard - T_ladder) / (T_standard - T_none)         T: median over the round's steps, slowest rank
 
-and, with one rank and no link, what the ladder wiring itself costs over the standard one. The last sum of a step has
-nothing to hide behind: with L layers at most 1 - 1 / 2L can be hidden.
+then rounds of one rank without a link, which show what the ladder wiring itself costs over the standard one, then the
+medians over the rounds. The last sum of a step has nothing to hide behind: with L layers at most 1 - 1 / 2L is hidden.
 """
 
 import json
@@ -16,11 +16,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ladder.bench.ranks import run_ranks
 from ladder.checkpoint import Random, load
@@ -28,122 +31,167 @@ from ladder.comm.base import Comm, Solo
 from ladder.comm.link import Link
 from ladder.comm.timed import Timed
 from ladder.config import ModelConfig
-from ladder.layers.attention import Place
+from ladder.layers.attention import KVCache
 from ladder.model import Decoder
+from ladder.wiring import Wiring
 
-ARMS = ("standard", "ladder", "parallel", "none")
+ARMS = ("standard", "ladder", "none")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model whose sub-blocks take milliseconds on a CPU core: the machine's own noise is small beside them."""
+    """The layers of Llama-2-7B: their sub-blocks take 10 ms and more on a CPU core, beside which the millisecond that
+    gloo's threads take from that core for a sum is small.
+    """
 
     ranks: int = 2
-    hidden: int = 1024
-    layers: int = 12
-    heads: int = 16
-    ffn: int = 2048
-    batch: int = 16
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    ffn: int = 11008
+    batch: int = 1
     context: int = 64
     steps: int = 5  # per round and arm; a round's figure is their median
     rounds: int = 5
 
 
 def model_for(setting: Setting, comm: Comm) -> Decoder:
+    """Layers take turns with the weights of the first two: no cache holds those, so they are read from memory anew."""
     s = setting
-    config = ModelConfig(s.hidden, s.layers, s.heads, s.heads, s.ffn, vocab=256, context=s.context)
-    return load(Decoder(config, comm), Random())
+    config = ModelConfig(s.hidden, 2, s.heads, s.heads, s.ffn, vocab=256, context=s.context)
+    model = load(Decoder(config, comm), Random())
+    model.layers = nn.ModuleList(copy(model.layers[index % 2]) for index in range(s.layers))
+    return model
 
 
 def rewire(model: Decoder, pattern: str) -> None:
     """A wiring changes no tensor: the same weights serve every arm."""
-    for layer, wiring in zip(model.layers, model.config.rewired(pattern).wiring.sub_blocks(), strict=True):
+    for layer, wiring in zip(model.layers, Wiring.parse(pattern, len(model.layers)).sub_blocks(), strict=True):
         layer.wiring = wiring  # type: ignore[assignment]
 
 
-def sub_block_seconds(model: Decoder, setting: Setting) -> dict[str, float]:
-    """Median time of one attention and one MLP, norm included, in the middle of a decoding step."""
+def decoding(model: Decoder, setting: Setting) -> KVCache:
+    """A cache with every request about to write its last position, its memory touched by one step."""
     cache = model.new_cache(setting.batch, setting.context)
-    cache.advance([setting.context - 1] * setting.batch)
-    shape = torch.Size((setting.batch, 1))
-    place = Place.of(shape, cache, None, model.config, model.get_buffer("frequencies"), torch.float32)
-    x = torch.randn(setting.batch, 1, setting.hidden)
+    step_seconds(model, setting, cache)
+    return cache
+
+
+def step_seconds(model: Decoder, setting: Setting, cache: KVCache) -> float:
+    """One decoding step of the whole batch, from when all ranks are ready to when the last has finished."""
+    cache.lengths = [setting.context - 1] * setting.batch
+    tokens = torch.zeros(setting.batch, 1, dtype=torch.long)
+    if model.comm.size > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    model(tokens, cache)
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    if model.comm.size > 1:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def sub_block_ms(model: Decoder, setting: Setting, cache: KVCache) -> dict[str, float]:
+    """Median milliseconds of one attention and one MLP, norm included, inside steps without communication."""
+    rewire(model, "none")
     times: dict[str, list[float]] = {"attention": [], "mlp": []}
-    for _ in range(5):
-        for layer in model.layers:
-            blocks: dict[str, Callable[[], object]] = {
-                "attention": lambda layer=layer: layer.self_attn(layer.input_layernorm(x), place, cache),  # type: ignore[misc]
-                "mlp": lambda layer=layer: layer.mlp(layer.post_attention_layernorm(x)),  # type: ignore[misc]
-            }
-            for name, block in blocks.items():
-                begin = time.perf_counter()
-                block()
-                times[name].append(time.perf_counter() - begin)
+    begun = 0.0
+
+    def begin(*_: object) -> None:
+        nonlocal begun
+        begun = time.perf_counter()
+
+    def end(name: str) -> Callable[..., None]:
+        return lambda *_: times[name].append((time.perf_counter() - begun) * 1e3)
+
+    hooks = []
+    for layer in model.layers[:2]:  # the modules that all layers share
+        for name, norm, block in (
+            ("attention", "input_layernorm", "self_attn"),
+            ("mlp", "post_attention_layernorm", "mlp"),
+        ):
+            hooks.append(layer.get_submodule(norm).register_forward_pre_hook(begin))
+            hooks.append(layer.get_submodule(block).register_forward_hook(end(name)))
+    for _ in range(setting.steps):
+        step_seconds(model, setting, cache)
+    for hook in hooks:
+        hook.remove()
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def step_seconds(model: Decoder, setting: Setting, arm: str) -> float:
-    """Median time of a decoding step under a wiring."""
-    rewire(model, arm)
-    tokens = torch.zeros(setting.batch, 1, dtype=torch.long)
-    found = []
+def turns(model: Decoder, setting: Setting, cache: KVCache, arms: tuple[str, ...]) -> dict[str, float]:
+    """Median milliseconds of each arm's steps; the arms take turns, step by step."""
+    steps: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(setting.steps):
-        cache = model.new_cache(setting.batch, setting.context)
-        cache.advance([setting.context - 1] * setting.batch)
-        if model.comm.size > 1:
-            dist.barrier()  # ranks begin together
-        begin = time.perf_counter()
-        model(tokens, cache)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
-
-
-def rounds(
-    model: Decoder, setting: Setting, arms: tuple[str, ...], tell: Callable[[dict[str, object]], None]
-) -> dict[str, float]:
-    """Every arm in every round; the medians over the rounds."""
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    for arm in arms:
-        step_seconds(model, setting, arm)  # warm-up
-    for number in range(setting.rounds):
         for arm in arms:
-            times[arm].append(step_seconds(model, setting, arm))
-            tell({"round": number, "wiring": arm, "tp": model.comm.size, "step_ms": times[arm][-1] * 1e3})
-    return {arm: statistics.median(found) for arm, found in times.items()}
+            rewire(model, arm)
+            steps[arm].append(step_seconds(model, setting, cache) * 1e3)
+    return {arm: statistics.median(found) for arm, found in steps.items()}
 
 
-def tell(line: dict[str, object]) -> None:
+def tell(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
+def overlap(comm: Comm, setting: Setting) -> Iterator[dict[str, Any]]:
+    """A line for each round: the link's alpha and the steps' times. Cores speed up and slow down by a tenth within
+    minutes, so every round measures the sub-blocks anew and sets the link by them.
+    """
+    model = model_for(setting, comm)
+    cache = decoding(model, setting)
+    for number in range(setting.rounds):
+        model.comm = comm  # a link changes no tensor either
+        blocks = sub_block_ms(model, setting, cache)
+        alpha = torch.tensor([min(blocks.values())], dtype=torch.float64)
+        dist.broadcast(alpha, src=0)  # all ranks must have the same link
+        model.comm = Timed(comm, Link(alpha=float(alpha) * 1e-3, beta=float("inf")))
+        steps = turns(model, setting, cache, ARMS)
+        yield {
+            "round": number,
+            "tp": comm.size,
+            "link": "timed",
+            "alpha_ms": float(alpha),
+            "sub_block_ms": blocks,
+            "step_ms": steps,
+            "hidden": (steps["standard"] - steps["ladder"]) / (steps["standard"] - steps["none"]),
+            "speedup": steps["standard"] / steps["ladder"],
+        }
+
+
+def alone(setting: Setting) -> Iterator[dict[str, Any]]:
+    """A line for each round of one rank without a link: what the wiring itself costs."""
+    model = model_for(setting, Solo())
+    cache = decoding(model, setting)
+    for number in range(setting.rounds):
+        steps = turns(model, setting, cache, ("standard", "ladder"))
+        yield {"round": number, "tp": 1, "step_ms": steps, "cost": steps["ladder"] / steps["standard"]}
+
+
 def work(comm: Comm, device: torch.device, setting: Setting) -> None:
     """One rank of the measurement; the first prints."""
-    say = tell if comm.rank == 0 else lambda line: None
-    model = model_for(setting, comm)
-    blocks = sub_block_seconds(model, setting)
-    shorter = torch.tensor([min(blocks.values())], dtype=torch.float64)
-    dist.broadcast(shorter, src=0)  # all ranks must have the same link
-    link = Link(alpha=float(shorter), beta=float("inf"))
-    medians = rounds(model_for(setting, Timed(comm, link)), setting, ARMS, say)
+    lines = []
+    for line in overlap(comm, setting):
+        lines.append(line)
+        if comm.rank == 0:
+            tell(line)
     if comm.rank != 0:
         return
-    alone = rounds(model_for(setting, Solo()), setting, ("standard", "ladder"), say)
-    standard, ladder, none = (medians[arm] for arm in ("standard", "ladder", "none"))
-    summary = {
-        "summary": "overlap",
-        "setting": asdict(setting),
-        "link": "timed",
-        "alpha_ms": link.alpha * 1e3,
-        "sub_block_ms": {name: seconds * 1e3 for name, seconds in blocks.items()},
-        "step_ms": {arm: seconds * 1e3 for arm, seconds in medians.items()},
-        "hidden": (standard - ladder) / (standard - none),
-        "speedup": standard / ladder,
-        "one_rank_ladder_over_standard": alone["ladder"] / alone["standard"],
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-    }
-    say(summary)
+    costs = []
+    for line in alone(replace(setting, layers=4, steps=10)):
+        costs.append(line)
+        tell(line)
+    tell(
+        {
+            "summary": "overlap",
+            "setting": asdict(setting),
+            "hidden": statistics.median(line["hidden"] for line in lines),
+            "speedup": statistics.median(line["speedup"] for line in lines),
+            "one_rank_ladder_over_standard": statistics.median(line["cost"] for line in costs),
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+        }
+    )
 
 
 if __name__ == "__main__":
