@@ -145,7 +145,6 @@ def pair(model: Path) -> Iterator[LLM]:
     """Two processes, and little patience."""
     with LLM(model, wiring="ladder", tp=2, batch=3, chunk=8, timeout=4.0) as llm:
         yield llm
-        llm.generate([[1]], SamplingParams(1))
         assert llm.free_slots == 3  # whatever the tests left behind
 
 
@@ -187,8 +186,7 @@ def test_a_stop_text_frees_the_slot(pair: LLM, solo: LLM) -> None:
     text = solo.generate([[5, 17]], SamplingParams(20))[0].text or ""
     params = SamplingParams(400, stop=(text[2:4],))
     assert pair.generate([[5, 17]], params) == solo.generate([[5, 17]], params)
-    pair.generate([[1]], SamplingParams(1))
-    assert pair.free_slots == 3
+    assert pair.free_slots == 3 and solo.free_slots == solo.opened.options.batch
 
 
 def test_cancelling(pair: LLM, solo: LLM) -> None:
@@ -206,6 +204,27 @@ def test_cancelling(pair: LLM, solo: LLM) -> None:
     assert [tokens_of(chunks, id) for id in ids[1:4]] == [result.token_ids for result in expected]
     again = pair.submit([1], SamplingParams(9))  # and who comes after all this is served as ever
     assert again not in ids and tokens_of(rest(pair), again) == expected[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["pair", "solo"])
+def test_who_has_left_is_not_heard_of(name: str, request: pytest.FixtureRequest) -> None:
+    """Chunks that wait for somebody who left are gone; asking for free slots loses nobody's."""
+    llm: LLM = request.getfixturevalue(name)
+    slots, params = llm.opened.options.batch, SamplingParams(9)
+    expected = llm.generate([[2]], params)[0].token_ids
+    left, ended, stays = (
+        llm.submit([1], SamplingParams(400)),
+        llm.submit([1], SamplingParams(1)),
+        llm.submit([2], params),
+    )
+    assert llm.free_slots == slots - 3 or llm.free_slots == slots - 2  # the second may have had its one token
+    llm.generate([[3]], SamplingParams(3))
+    llm.cancel(left)
+    llm.cancel(ended)
+    assert llm.free_slots >= slots - 1
+    chunks = rest(llm)
+    assert {chunk.index for chunk in chunks} == {stays} and tokens_of(chunks, stays) == expected
+    assert llm.free_slots == slots
 
 
 def rest(llm: LLM) -> list[Chunk]:

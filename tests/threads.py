@@ -23,15 +23,19 @@ class Threads:
 
     @property
     def free_slots(self) -> int:
+        self._hear()
         return self._cores[0].free_slots
 
     def tell(self, commands: Sequence[Command]) -> None:
         self._told += commands
 
-    def poll(self) -> list[Token]:
+    def _hear(self) -> None:
         told, self._told = self._told, []
         for core in self._cores:
             core.tell(told)
+
+    def poll(self) -> list[Token]:
+        self._hear()
         first, *others = self._world.run(lambda comm: self._cores[comm.rank].step())
         assert all(other == first for other in others)
         return first

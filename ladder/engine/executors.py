@@ -21,7 +21,9 @@ class Executor(Protocol):
     """Takes commands and gives tokens."""
 
     @property
-    def free_slots(self) -> int: ...
+    def free_slots(self) -> int:
+        """How many slots are free once every command given so far has been heard."""
+        ...
 
     def tell(self, commands: Sequence[Command]) -> None: ...
 
@@ -41,23 +43,36 @@ class Here:
         self._core = core
         self._control = control
         self._told: list[Command] = []
+        self._early: list[Token] = []  # of steps made for `free_slots`
 
     @property
     def free_slots(self) -> int:
+        if self._told and not self._core.stopped:
+            self._early += self._step()
         return self._core.free_slots
 
     def tell(self, commands: Sequence[Command]) -> None:
         self._told += commands
 
     def poll(self) -> list[Token]:
+        early, self._early = self._early, []
+        return early or self._step()
+
+    def _step(self) -> list[Token]:
         told, self._told = self._told, []
         with _company():
-            self._core.tell(self._control.share(told))
-            return self._core.step() if self._core.busy else []
+            try:
+                self._core.tell(self._control.share(told))
+                return self._core.step() if self._core.busy else []
+            except (RuntimeError, dist.DistError):
+                self._core.tell([Stop()])  # there is nobody left to be told at the end
+                raise
 
     def close(self) -> None:
         if not self._core.stopped:
-            self._core.tell(self._control.share([Stop()]))
+            self._core.tell([Stop()])
+            with _company():
+                self._control.share([Stop()])
             leave()
 
 

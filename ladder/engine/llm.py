@@ -51,7 +51,7 @@ class LLM:
 
     @property
     def free_slots(self) -> int:
-        """How many more requests could be under way at once, when the ranks last said."""
+        """How many more requests could be under way at once: the ranks' own count, after all they were told."""
         return self._executor.free_slots
 
     def generate(
@@ -109,7 +109,8 @@ class LLM:
         return id
 
     def cancel(self, id: int) -> None:
-        """Let a request leave. One that has ended already is no error."""
+        """Let a request leave, with the chunks that nobody has taken. One that has ended already is no error."""
+        self._submitted[:] = [chunk for chunk in self._submitted if chunk.index != id]
         if self._open.pop(id, None) is not None:
             self._executor.tell([Drop(id)])
 

@@ -9,10 +9,11 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -45,12 +46,12 @@ class Processes:
         self._watcher: threading.Thread | None = None
         self._ready: set[int] = set()
         self._accounts: dict[int, Failed] = {}
-        self.free_slots = opened.options.batch
+        self._last = Report([], opened.options.batch, heard=0)
+        self._told = 0  # messages to the first rank
+        self._early: deque[list[Token]] = deque()  # of reports that `free_slots` had to read
         # where the ranks meet: on loopback, at a port that the system chooses and that ends with this process
         self._store = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
-        # ranks are forked from a clean process that has loaded torch once for all of them, and nothing else
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["ladder.engine.rank"])
+        context = _nursery()
         self._pulses: Any = context.Array("d", [time.monotonic() + START] * self._size, lock=False)
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
@@ -80,15 +81,25 @@ class Processes:
             self._raise()
         with contextlib.suppress(OSError):  # a rank that has just died: the watch will say so
             self._pipes[0].send(list(commands))
+        self._told += 1
+
+    @property
+    def free_slots(self) -> int:
+        while self._last.heard < self._told and not self._closing:
+            self._early.append(self._next().tokens)
+        return self._last.free_slots
 
     def poll(self) -> list[Token]:
+        return self._early.popleft() if self._early else self._next().tokens
+
+    def _next(self) -> Report:
         while True:  # in short waits, which Ctrl-C can end
             with contextlib.suppress(queue.Empty):
                 report = self._reports.get(timeout=0.5)
                 if report is None:
                     self._raise()
-                self.free_slots = report.free_slots
-                return report.tokens
+                self._last = report
+                return report
 
     def _raise(self) -> NoReturn:
         self._reports.put(None)  # for whoever asks again
@@ -144,7 +155,7 @@ class Processes:
                     case Ready():
                         self._ready.add(rank)
                         if len(self._ready) == self._size:
-                            self._reports.put(Report([], self.free_slots))
+                            self._reports.put(self._last)
                     case Report() as report:
                         self._reports.put(report)
                     case Failed() as account:
@@ -183,3 +194,18 @@ class Processes:
         for rank, account in self._accounts.items():
             return RankError(f"rank {rank} lost the others: {account.reason}; all ranks were stopped")
         return RankError("the ranks closed their pipes; all ranks were stopped")
+
+
+def _nursery() -> ForkServerContext:
+    """A clean process that loads torch once for all ranks, which are forked from it. None of them hears Ctrl-C: that
+    is the caller's business.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["ladder.engine.rank"])
+    resource_tracker.ensure_running()  # would unblock what is blocked next, were it started after that
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return context

@@ -19,7 +19,7 @@ from ladder.checkpoint import load
 from ladder.comm.base import Comm
 from ladder.comm.timed import Timed
 from ladder.engine.control import Control, join, leave, own_device
-from ladder.engine.core import Core, Token
+from ladder.engine.core import Command, Core, Token
 from ladder.engine.options import EngineOptions
 from ladder.engine.requests import Opened
 from ladder.errors import LadderError
@@ -42,10 +42,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Report:
-    """A step's tokens; from the first rank only."""
+    """A step's tokens, and how many of the caller's messages had been heard before it; from the first rank only."""
 
     tokens: list[Token]
     free_slots: int
+    heard: int
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,16 @@ def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pul
 
 def lead(core: Core, control: Control, pipe: Connection) -> None:
     """The first rank: hear the caller, tell the others, report."""
+    heard = 0
     while not core.stopped:
-        commands = [] if core.busy else pipe.recv()  # nothing to do: wait for something
-        while pipe.poll():
+        commands: list[Command] = []
+        while pipe.poll() or not (core.busy or commands):  # nothing to do: wait for something
             commands += pipe.recv()
+            heard += 1
         core.tell(control.share(commands))
         tokens = core.step() if core.busy else []
         if tokens or commands:
-            pipe.send(Report(tokens, core.free_slots))
+            pipe.send(Report(tokens, core.free_slots, heard))
 
 
 def follow(core: Core, control: Control) -> None:
