@@ -1,6 +1,5 @@
 # make demo   set up, make a tiny random checkpoint, generate from it under three wirings and at two TP degrees
 # make test   set up, lint, type-check, run the tests
-# make test-all   the same, then those that start many processes: killed ranks, torchrun, two thousand requests
 # Both need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -10,7 +9,7 @@ READY := $(VENV)/ready
 DEMO := build/demo
 PROMPT := "Never wait for the network"
 
-.PHONY: demo test test-all setup clean
+.PHONY: demo test setup clean
 
 setup: $(READY)
 
@@ -35,10 +34,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 -m "not slow"
-
-test-all: test
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2
 
 clean:
 	rm -rf $(VENV) build

@@ -33,8 +33,6 @@ from ladder.engine.requests import Opened
 from ladder.errors import LadderError, RankError
 from tests.checkpoints import tiny
 
-pytestmark = pytest.mark.slow
-
 SOON = 10.0  # seconds in which every rank must be gone
 LIMIT = 120.0  # seconds for commands that would otherwise hang; they need about twenty
 PROMPT = [5, 17, 9]

@@ -12,8 +12,6 @@ from ladder.engine.requests import Chunk
 from tests.checkpoints import tiny
 from tests.test_faults import rank_pids
 
-pytestmark = pytest.mark.slow
-
 REQUESTS = 2000
 SLOTS = 48
 AHEAD = 80  # requests under way or waiting at once

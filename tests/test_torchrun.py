@@ -16,8 +16,6 @@ import pytest
 from ladder import LLM, SamplingParams
 from tests.checkpoints import tiny
 
-pytestmark = pytest.mark.slow
-
 LIMIT = 180.0  # seconds for what would otherwise hang; it needs about twenty
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 PROMPTS = [[5, 17, 9], [1], [7] * 30]
