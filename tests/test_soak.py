@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import printable
 
-import pytest
-
 from ladder import LLM, SamplingParams
 from ladder.engine.requests import Chunk
 from tests.checkpoints import tiny
