@@ -92,8 +92,12 @@ class Run:
         return self.agent.returncode, out, err
 
     def first_line(self) -> str:
+        """Byte by byte: what a buffer would read ahead, `communicate` would never see."""
         assert self.agent.stdout is not None
-        return self.agent.stdout.readline()
+        line = b""
+        while not line.endswith(b"\n") and (byte := os.read(self.agent.stdout.fileno(), 1)):
+            line += byte
+        return line.decode()
 
 
 @contextmanager
