@@ -5,13 +5,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
+from ladder.checkpoint import SINGLE
 from ladder.engine.requests import Chunk
+from ladder.errors import LadderError
 from tests.checkpoints import tiny
 from tests.threads import threaded
 
@@ -264,6 +270,65 @@ def test_a_slow_reader_is_no_failure(pair: LLM, solo: LLM) -> None:
     assert tokens == solo.generate([[3, 4]], SamplingParams(30))[0].token_ids
     time.sleep(10.0)  # longer, too, than the ranks would wait for each other
     assert pair.generate([[3]], SamplingParams(2)) == solo.generate([[3]], SamplingParams(2))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_broken_request_breaks_no_other(tmp_path: Path, tp: int) -> None:
+    """A token whose embedding is not finite."""
+    tiny(tmp_path)
+    with LLM(tmp_path) as llm:
+        expected = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(6))
+    tensors = load_file(tmp_path / SINGLE)
+    tensors["model.embed_tokens.weight"][200] = torch.nan
+    save_file(tensors, tmp_path / SINGLE)
+    with LLM(tmp_path, tp=tp) as llm:
+        good, broken, other = llm.generate([[1, 2, 3], [200, 7], [4, 5]], SamplingParams(6))
+        assert [good, other] == expected
+        assert (broken.token_ids, broken.finish_reason) == ([], "error") and llm.free_slots == 16
+
+
+def test_an_interrupted_step_is_not_gone_on_with(model: Path) -> None:
+    """Alone, the caller's own process computes."""
+    with LLM(model) as llm:
+        llm.submit([1, 2, 3], SamplingParams(9))
+        with (
+            patch("ladder.engine.sampling.Sampler.choose", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            llm.poll()
+        with pytest.raises(LadderError, match="broken off"):
+            llm.poll()
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be int, not 2.5"),
+    ({"temperature": "1"}, "temperature must be float, not '1'"),
+    ({"top_k": True}, "top_k must be int, not True"),
+    ({"stop": None}, "stop must be"),
+    ({"stop": ["a", 5]}, "stop must be"),
+    ({"seed": 1.5}, "seed must be int or None, not 1.5"),
+])  # fmt: skip
+def test_sampling_params_of_the_wrong_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"batch": 2.5}, "batch must be int, not 2.5"),
+    ({"link": 5}, "link must be str or None, not 5"),
+    ({"device": None}, "device must be str, not None"),
+    ({"timeout": float("inf")}, "timeout must be at most"),
+])  # fmt: skip
+def test_options_of_the_wrong_type(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        LLM(model, **options)
+
+
+def test_prompts_of_the_wrong_type(solo: LLM) -> None:
+    for prompts, params in (([None], None), ([b"abc"], None), (["a"], {}), (["a"], [])):
+        with pytest.raises(LadderError):
+            solo.generate(prompts, params)  # type: ignore[arg-type]
+    assert len(solo.generate(iter([[1], range(3)]), SamplingParams(1))) == 2  # type: ignore[arg-type]
 
 
 def test_two_at_a_time(pair: LLM, solo: LLM, model: Path) -> None:

@@ -3,12 +3,14 @@
 Every test that starts ranks sees them answer rightly first, so each is the next run of the one before.
 """
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,6 +179,50 @@ def test_stops_answering(model: Path, answer: list[int], rank: int) -> None:
         assert str(error.value) == f"rank {rank} has not answered for 3 s; all ranks were stopped"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_is_stuck(model: Path, answer: list[int], rank: int) -> None:
+    """It lives, but its step does not end: the one who waits for it is not the one to blame."""
+    with ranks(model, answer, partial(harmed, rank, partial(in_step, partial(time.sleep, 300), 20)), timeout=3.0) as (
+        llm,
+        pids,
+    ):
+        begin = time.monotonic()
+        with pytest.raises(RankError, match=f"^rank {rank} has not answered for 3 s; all ranks were stopped$"):
+            llm.generate(MANY, LONG)
+        wait_until_gone(pids, begin, 3.0 + SOON)
+
+
+def test_nobody_listens_any_more(model: Path, answer: list[int]) -> None:
+    """A caller that closes while its words fill the pipe of a stopped rank does not wait for that rank."""
+    with ranks(model, answer) as (llm, pids):
+        os.kill(pids[0], signal.SIGSTOP)
+
+        def talk() -> None:
+            with contextlib.suppress(LadderError, RankError):
+                while True:
+                    llm.submit([1] * 400, SHORT)
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        time.sleep(1.5)
+        begin = time.monotonic()
+        llm.close()
+        thread.join(SOON)
+        assert not thread.is_alive() and time.monotonic() - begin < SOON
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_closed(model: Path, tp: int) -> None:
+    with LLM(model, tp=tp) as llm:
+        stream = llm.stream([PROMPT], SHORT)
+        next(stream)
+    for use in (lambda: llm.generate([PROMPT], SHORT), lambda: list(stream), lambda: llm.submit(PROMPT, SHORT)):
+        with pytest.raises(LadderError, match="closed"):
+            use()
+    llm.cancel(0)
+    llm.close()
+
+
 @pytest.mark.parametrize("rank, harm, message", [
     (0, fail, "failed: ZeroDivisionError: a bug in a rank"),
     (1, fail, "failed: ZeroDivisionError: a bug in a rank"),
@@ -220,9 +266,9 @@ def test_bad_weights_are_the_users_business(tmp_path: Path) -> None:
 
 
 @contextmanager
-def command(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+def command(model: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """`ladder generate --tp 2` with minutes of work, in a session of its own."""
-    flags = ["--model", str(model), "--tp", "2", "--batch", "4", "--max-new-tokens", "480"]
+    flags = ["--model", str(model), "--tp", "2", "--batch", "4", "--max-new-tokens", "480", *more]
     flags += ["--token-ids=5,17,9"] * len(MANY)
     begin = [sys.executable, "-m", "ladder", "generate", *flags]
     as_from_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -269,6 +315,20 @@ def test_ctrl_c_while_it_works(model: Path) -> None:
     """The whole group gets it, as from a terminal. No rank complains."""
     with command(model) as process:
         first_words(process)
+        interrupt(process)
+
+
+def test_a_pause_is_no_failure(model: Path) -> None:
+    """Ctrl-Z for longer than the time-out, then fg."""
+    with command(model, "--timeout", "2") as process:
+        first_words(process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.killpg(process.pid, signal.SIGCONT)
+        for _ in range(3):
+            first_words(process)
+        time.sleep(3)
+        assert process.poll() is None
         interrupt(process)
 
 

@@ -146,14 +146,13 @@ def test_filters_as_in_transformers() -> None:
 
 def test_no_temperature_or_top_p_is_too_small() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
-    for params in (SamplingParams(temperature=1e-40), SamplingParams(temperature=1.0, top_p=1e-60)):
+    for params in (SamplingParams(temperature=1e-300), SamplingParams(temperature=1.0, top_p=1e-60)):
         assert [Sampler(params).choose(logits) for _ in range(5)] == [1] * 5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_that_is_not_finite_is_refused(temperature: float) -> None:
-    with pytest.raises(LadderError, match=r"not finite.*--check"):
-        Sampler(SamplingParams(temperature=temperature)).choose(torch.tensor([0.0, float("nan")]))
+def test_output_that_is_not_finite_is_no_token(temperature: float) -> None:
+    assert Sampler(SamplingParams(temperature=temperature)).choose(torch.tensor([0.0, float("nan")])) is None
 
 
 def test_the_python_faces_pitfalls(directory: Path) -> None:

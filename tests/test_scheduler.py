@@ -38,6 +38,7 @@ class History:
     admitted: list[int] = field(default_factory=list)
     finished: dict[int, str] = field(default_factory=dict)
     steps: int = 0
+    passed_over: bool = False  # in the last step, the oldest of those who read
 
 
 def prompt(id: int, length: int) -> tuple[int, ...]:
@@ -81,11 +82,17 @@ def step(scheduler: Scheduler, history: History, here: set[int], plans: list[Pla
     assert not (scheduler.waiting and scheduler.free)
     reading = [line.job.id for line in scheduler.running.values() if not line.new]
     going_on = {line.job.id for line in scheduler.running.values() if line.new}
+    fed = {line.job.id: line.fed for line in scheduler.running.values()}
     later, first = scheduler.continuing(), scheduler.beginning()
-    # who has a token gets the next one in every step; of those who read, the oldest does
+    # who has a token gets the next one in every step; of those who read, the oldest or the one of whom least was read
     assert {line.job.id for line in (later.lines if later else ())} == going_on
-    assert [line.job.id for line in (first.lines if first else ())] == reading[: len(first.lines) if first else 0]
     assert bool(reading) == (first is not None)
+    if first is not None:
+        chosen = [line.job.id for line in first.lines]
+        oldest_first = chosen == reading[: len(chosen)]
+        assert oldest_first or chosen == sorted(reading, key=fed.__getitem__)[: len(chosen)]
+        assert oldest_first or not history.passed_over, "the oldest was passed over twice"
+        history.passed_over = not oldest_first
     if first is not None:
         assert len(first.lines) * max(map(len, first.tokens)) <= scheduler.chunk
         for line, piece in zip(first.lines, first.tokens, strict=True):
@@ -146,6 +153,15 @@ def test_short_prompts_share_a_pass() -> None:
     scheduler.admit()
     first = scheduler.beginning()
     assert first is not None and [len(piece) for piece in first.tokens] == [4, 3, 4]
+
+
+def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
+    scheduler = Scheduler(slots=2, chunk=4)
+    for id, length in enumerate((400, 3)):
+        scheduler.add(Job(id, prompt(id, length), 1, PARAMS))
+        scheduler.admit()
+    passes = [scheduler.beginning(), scheduler.beginning()]
+    assert [[line.job.id for line in work.lines] for work in passes if work is not None] == [[0], [1]]
 
 
 def test_the_lowest_slot_is_taken_first_and_unknown_jobs_are_no_error() -> None:

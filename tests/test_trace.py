@@ -22,6 +22,9 @@ def test_account() -> None:
         **{"wiring": "ladder", "rank": 1, "sums": 2, "step_ms": 26},
         **{"wire_ms": 20, "exposed_ms": 12, "hidden": pytest.approx(0.4)},
     }
+    queue = [Span("sum 0", 0, 5), Span("sum 1", 6, 16), Span("sum 2", 8, 26), Span("sum 3", 10, 36)]
+    account = Step("ladder-2", 0, [Span("attention 0", 5, 6)], queue, [*waits, Span("sum 3", 26, 36)]).account()
+    assert account["wire_ms"] == 30 and account["hidden"] == pytest.approx(1 - 22 / 30)  # one after the other
     assert Step("none", 0, [Span("MLP 0", 0, 1)], wire[:1], waits[:1]).account()["hidden"] is None
 
 
@@ -31,14 +34,14 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_trace(tmp_path: Path) -> None:
-    """A link far slower than the sub-blocks: the standard wiring waits for nearly all of it, the ladder for less."""
+    """A link far slower than the sub-blocks: the standard wiring waits for nearly all of it."""
     flags = ["--size", "tiny", "--tp", 2, "--link", "20ms,10GB/s", "--batch", 2, "--context", 16, "--json"]
     done = run("--out", tmp_path, "--wiring", "standard", "--wiring", "ladder", "--wiring", "none", *flags)
     assert done.returncode == 0, done.stderr
     standard, ladder, none = (json.loads(line) for line in done.stdout.splitlines())
     assert [account["sums"] for account in (standard, ladder, none)] == [8, 8, 0]
     assert standard["wire_ms"] >= 8 * 20 and standard["exposed_ms"] > 0.8 * standard["wire_ms"]
-    assert ladder["exposed_ms"] < 0.8 * ladder["wire_ms"]
+    assert 8 * 20 <= ladder["wire_ms"] <= ladder["step_ms"] and ladder["exposed_ms"] <= ladder["wire_ms"]
     assert none["exposed_ms"] == none["wire_ms"] == 0
     assert (tmp_path / "lanes.png").read_bytes().startswith(SIGNATURE)
     for wiring in ("standard", "ladder", "none"):

@@ -41,10 +41,19 @@ class Step:
 
     def account(self) -> dict[str, Any]:
         """The figures that are printed. The embedding's sum, which every wiring waits for, is left out."""
-        wire = sum(span.end - span.begin for span in self.wire[1:])
+        wire = _busy(self.wire[1:])
         exposed = sum(span.end - span.begin for span in self.waits[1:])
         figures = {"sums": len(self.wire) - 1, "step_ms": self.ms, "wire_ms": wire, "exposed_ms": exposed}
         return {"wiring": self.wiring, "rank": self.rank, **figures, "hidden": 1 - exposed / wire if wire else None}
+
+
+def _busy(spans: Sequence[Span]) -> float:
+    """Milliseconds with at least one of them under way: sums that queue for the wire use it one after the other."""
+    total, reached = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.begin):
+        total += max(0.0, span.end - max(span.begin, reached))
+        reached = max(reached, span.end)
+    return total
 
 
 def plotting() -> Any:

@@ -213,7 +213,7 @@ def trace(plan: Plan, tp: int) -> list[Step]:
     lines = (plan.out / "steps.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [Step.read(json.loads(line)) for line in lines]
     link = (
-        "gloo as it is"
+        ("NCCL" if plan.device.type == "cuda" else "gloo") + " as it is"
         if plan.link is None
         else f"timed link, {plan.link.alpha * 1e6:g} us + bytes / {plan.link.beta / 1e9:g} GB/s"
     )

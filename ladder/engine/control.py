@@ -77,6 +77,8 @@ def join(
 
     The wire is NCCL where every rank has a GPU of its own, else gloo.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and events are those of the current device
     if size == 1:
         return Solo(), Alone()
     limit = timedelta(seconds=timeout)

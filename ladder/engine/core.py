@@ -35,10 +35,10 @@ Command = Add | Drop | Stop
 
 @dataclass(frozen=True)
 class Token:
-    """A job's next token; `finish_reason` comes with its last."""
+    """A job's next token; `finish_reason` comes with its last. None: there is none, the logits were not finite."""
 
     id: int
-    token: int
+    token: int | None
     finish_reason: str | None
 
 
@@ -96,9 +96,11 @@ class Core:
             if not line.new and line.fed < len(line.job.tokens):
                 continue  # in the middle of its prompt
             id = line.job.id
-            line.new.append(self._samplers[id].choose(scores))
-            reason = finish_reason(line, self._model.config.eos)
-            tokens.append(Token(id, line.new[-1], reason))
+            token = self._samplers[id].choose(scores)
+            if token is not None:
+                line.new.append(token)
+            reason = "error" if token is None else finish_reason(line, self._model.config.eos)
+            tokens.append(Token(id, token, reason))
             if reason is not None:
                 self.tell([Drop(id)])
         return tokens

@@ -59,13 +59,15 @@ class Here:
         return early or self._step()
 
     def _step(self) -> list[Token]:
+        if self._core.stopped:
+            raise LadderError("a step was broken off in its middle: make a new LLM")
         told, self._told = self._told, []
         with _company():
             try:
                 self._core.tell(self._control.share(told))
                 return self._core.step() if self._core.busy else []
-            except (RuntimeError, dist.DistError):
-                self._core.tell([Stop()])  # there is nobody left to be told at the end
+            except BaseException:
+                self._core.tell([Stop()])  # what was half done cannot be gone on with, nor can the others
                 raise
 
     def close(self) -> None:
@@ -82,9 +84,10 @@ def _company() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
-        if not dist.is_initialized():
+        world = torchrun_world()
+        if world is None:
             raise  # alone: nobody else's fault
-        raise RankError(f"rank {dist.get_rank()} lost the others: {' '.join(str(error).split())}") from error
+        raise RankError(f"rank {world.rank} lost the others: {' '.join(str(error).split())}") from error
 
 
 def adopt_world(options: EngineOptions) -> EngineOptions:
@@ -100,12 +103,14 @@ def adopt_world(options: EngineOptions) -> EngineOptions:
 def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Executor:
     """The executor that fits the options and the way this process was started.
 
-    Under torchrun only the first rank returns: the others follow it, and leave the process when it closes.
+    Under torchrun only the first rank returns: the others follow it, and leave the process when it closes. So a
+    program that torchrun starts has one LLM.
     """
     world = torchrun_world()
     if world is not None and opened.options.tp > 1:
         device, own_gpu = own_device(opened.device, world.local, world.here)
-        comm, control = join(world.rank, world.size, device, own_gpu, opened.options.timeout)
+        with _company():
+            comm, control = join(world.rank, world.size, device, own_gpu, opened.options.timeout)
         core = make_core(opened, comm, device, progress if world.rank == 0 else None)
         if world.rank == 0:
             return Here(core, control)

@@ -48,16 +48,19 @@ class LLM:
         self._ids = count()
         self._open: dict[int, tuple[Request, list[Chunk]]] = {}  # by id, with where its owner looks for chunks
         self._submitted: list[Chunk] = []
+        self._closed = False
 
     @property
     def free_slots(self) -> int:
         """How many more requests could be under way at once: the ranks' own count, after all they were told."""
+        self._check_open()
         return self._executor.free_slots
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
         """One result per prompt, in order. A prompt is a text or a list of ids; `params` one for all or one each."""
+        prompts = prompts if isinstance(prompts, str | bytes) else list(prompts)
         requests = self._requests(prompts, params)
         for _ in self.run(requests):
             pass
@@ -86,9 +89,9 @@ class LLM:
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        params = params or SamplingParams()
-        if isinstance(params, SamplingParams):
-            return self.opened.requests(prompts, params)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, list | tuple):
+            return self.opened.requests(prompts, params)  # type: ignore[arg-type]
         if len(params) != len(prompts):
             raise LadderError(f"{len(prompts)} prompts with {len(params)} sampling parameters: give one each, or one")
         return [
@@ -103,6 +106,7 @@ class LLM:
         return request.index
 
     def _submit(self, request: Request, box: list[Chunk]) -> int:
+        self._check_open()
         id = next(self._ids)
         self._open[id] = (request, box)
         self._executor.tell([Add(Job(id, request.tokens, request.limit, request.params))])
@@ -111,7 +115,7 @@ class LLM:
     def cancel(self, id: int) -> None:
         """Let a request leave, with the chunks that nobody has taken. One that has ended already is no error."""
         self._submitted[:] = [chunk for chunk in self._submitted if chunk.index != id]
-        if self._open.pop(id, None) is not None:
+        if self._open.pop(id, None) is not None and not self._closed:
             self._executor.tell([Drop(id)])
 
     def poll(self) -> list[Chunk]:
@@ -124,6 +128,7 @@ class LLM:
 
     def _advance(self) -> None:
         """Wait for tokens and put what becomes of them where their owners look."""
+        self._check_open()
         left: list[Command] = []
         for token in self._executor.poll():
             if token.id not in self._open:
@@ -139,7 +144,12 @@ class LLM:
 
     def close(self) -> None:
         """Stop all ranks."""
+        self._closed = True
         self._executor.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LadderError("this LLM has been closed: make a new one")
 
     def __enter__(self) -> "LLM":
         return self

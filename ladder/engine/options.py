@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ladder.config import DTYPES
 from ladder.errors import LadderError
@@ -12,6 +13,32 @@ from ladder.errors import LadderError
 def option(default: Any, help: str) -> Any:
     """A dataclass field that is also a command-line option."""
     return field(default=default, metadata={"help": help})
+
+
+def argument(help: str) -> Any:
+    """A dataclass field that is given on the command line without a name."""
+    return field(metadata={"help": help, "argument": True})
+
+
+LONGEST = 1e6  # seconds of patience, twelve days
+
+
+def check_types(options: Any) -> None:
+    """Every field of a dataclass is of the type it was declared with."""
+    for name, hint in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not any(_is(value, kind) for kind in kinds):
+            wanted = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
+            raise LadderError(f"{name} must be {wanted}, not {value!r}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is(part, get_args(kind)[0]) for part in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 @dataclass(frozen=True)
@@ -30,11 +57,14 @@ class EngineOptions:
     check: bool = option(False, "Refuse weights that are not finite.")
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
         for name in ("tp", "batch", "chunk", "timeout"):
-            if isinstance(getattr(self, name), str) or not getattr(self, name) >= 1:
+            if not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.timeout > LONGEST:
+            raise LadderError(f"timeout must be at most {LONGEST:.0f} seconds, not {self.timeout:g}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,11 @@ class SamplingParams:
     stop: tuple[str, ...] = option((), "End before this text (may be given several times).")
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        check_types(self)
         if self.max_new_tokens < 1:
             raise LadderError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -59,7 +94,5 @@ class SamplingParams:
             raise LadderError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise LadderError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         if "" in self.stop:
             raise LadderError("stop must not be an empty text")

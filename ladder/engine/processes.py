@@ -6,6 +6,7 @@ one is killed, raises, or stops answering, all are killed at once and the caller
 
 import contextlib
 import queue
+import select
 import signal
 import threading
 import time
@@ -21,11 +22,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ladder.engine.core import Command, Stop, Token
 from ladder.engine.rank import PULSE, Failed, Loaded, Ready, Report, run_rank
 from ladder.engine.requests import Opened
+from ladder.engine.vitals import Vitals
 from ladder.errors import LadderError, RankError
 
 START = 120.0  # seconds a rank may take until its first sign of life
 GRACE = 1.0  # seconds in which all ranks may say why they failed: the first one heard is often only a victim
 GOODBYE = 5.0  # seconds for ranks that were asked to end
+NAP = 2.0  # seconds between two looks of the watch, beyond which it has not been running
 
 
 class Processes:
@@ -52,13 +55,16 @@ class Processes:
         # where the ranks meet: on loopback, at a port that the system chooses and that ends with this process
         self._store = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
         context = _nursery()
-        self._pulses: Any = context.Array("d", [time.monotonic() + START] * self._size, lock=False)
+        shared: Any = context.Array("d", Vitals.room(self._size), lock=False)
+        self._vitals = [Vitals(shared, rank) for rank in range(self._size)]
+        self._start = time.monotonic() + START  # who has not been seen yet is silent since then
+        self._awake = 0.0  # nobody is silent for longer than since then: this process was stopped itself
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
         try:
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
-                arguments = (rank, opened.options, self._store.port, theirs, self._pulses)
+                arguments = (rank, opened.options, self._store.port, theirs, shared)
                 process = context.Process(target=target, args=arguments, name=f"ladder-rank-{rank}", daemon=True)
                 process.start()
                 theirs.close()
@@ -114,7 +120,8 @@ class Processes:
         patience = GOODBYE if self._error is None and len(self._ready) == self._size else 0.0
         if patience:
             with contextlib.suppress(OSError):
-                self._pipes[0].send([Stop()])
+                if select.select([], [self._pipes[0]], [], 0)[1]:  # else it has not listened for long
+                    self._pipes[0].send([Stop()])
         deadline = time.monotonic() + patience
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -133,16 +140,28 @@ class Processes:
 
     def _watch(self) -> None:
         """The watch's thread: until somebody fails or the caller closes."""
+        try:
+            self._look_after()
+        except Exception as error:  # say, of the caller's `progress`: better an end than a watch without a watchman
+            self._end(error)
+
+    def _look_after(self) -> None:
         sentinels = [process.sentinel for process in self._processes]
+        looked = time.monotonic()
         while not self._closing:
             ready = connection.wait([*self._pipes, *sentinels], timeout=PULSE)
+            if time.monotonic() - looked > NAP:  # this process was stopped, and the ranks may have been with it
+                self._awake = time.monotonic()
+            looked = time.monotonic()
             deaf = [rank for rank in range(self._size) if not self._listen(rank)]
             dead = [sentinel for sentinel in sentinels if sentinel in ready]
             if (deaf or dead or self._silent() is not None) and not self._closing:
-                self._error = self._cause()
-                self._kill()
-                self._reports.put(None)
-                return
+                return self._end(self._cause())
+
+    def _end(self, error: Exception) -> None:
+        self._error = error
+        self._kill()
+        self._reports.put(None)
 
     def _listen(self, rank: int) -> bool:
         """Hear all that a rank has to say; False where it says that it failed, or will say nothing any more."""
@@ -165,9 +184,10 @@ class Processes:
         return rank not in self._accounts
 
     def _silent(self) -> int | None:
-        """A rank that has shown no sign of life for longer than the time-out."""
-        oldest = min(range(self._size), key=lambda rank: float(self._pulses[rank]))
-        return oldest if time.monotonic() - self._pulses[oldest] > self._timeout else None
+        """A rank that has shown no sign of life, or has computed, for longer than the time-out."""
+        signs = [max(vitals.last_sign(self._start), self._awake) for vitals in self._vitals]
+        oldest = signs.index(min(signs))
+        return oldest if time.monotonic() - signs[oldest] > self._timeout else None
 
     def _cause(self) -> Exception:
         """Why the ranks cannot go on: a killed one, else one that failed by itself, else one that does not answer."""
@@ -190,7 +210,9 @@ class Processes:
             time.sleep(0.02)
         for rank, process in enumerate(self._processes):
             if process.exitcode is not None and rank not in self._accounts:
-                return RankError(f"rank {rank} ended unexpectedly; all ranks were stopped")
+                # a rank imports the script it was started from, which must not start ranks by that
+                hint = "" if self._ready else " (a script must do its work under if __name__ == '__main__')"
+                return RankError(f"rank {rank} ended unexpectedly{hint}; all ranks were stopped")
         for rank, account in self._accounts.items():
             return RankError(f"rank {rank} lost the others: {account.reason}; all ranks were stopped")
         return RankError("the ranks closed their pipes; all ranks were stopped")

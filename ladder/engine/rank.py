@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
@@ -18,10 +17,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ladder.checkpoint import load
 from ladder.comm.base import Comm
 from ladder.comm.timed import Timed
-from ladder.engine.control import Control, join, leave, own_device
+from ladder.engine.control import PATIENCE, Control, join, leave, own_device
 from ladder.engine.core import Command, Core, Token
 from ladder.engine.options import EngineOptions
 from ladder.engine.requests import Opened
+from ladder.engine.vitals import Vitals, Watched, WatchedControl
 from ladder.errors import LadderError
 from ladder.model import Decoder
 
@@ -65,22 +65,24 @@ def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callab
     return Core(model, opened.options.batch, opened.options.chunk)
 
 
-def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pulses: Any) -> None:
+def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, shared: Any) -> None:
     """One rank, from its start to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's business, who stops this process
-    pulses[rank] = time.monotonic()
-    threading.Thread(target=_live, args=(rank, pulses), daemon=True).start()
+    vitals = Vitals(shared, rank)
+    vitals.beat()
+    threading.Thread(target=_live, args=(vitals,), daemon=True).start()
     try:
         # so that the ranks together use the cores once, and leave their wire's threads some air
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.tp))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.tp))
         opened = Opened(options, tokenizer=False)
         device, own_gpu = own_device(opened.device, rank, options.tp)
         store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
-        # longer than the watch's patience, so that it is the watch that says who does not answer
-        comm, control = join(rank, options.tp, device, own_gpu, options.timeout + 5, store)
-        core = make_core(opened, comm, device, lambda count: pipe.send(Loaded(count)))
+        # endless patience, so that it is the watch that says who does not answer
+        comm, control = join(rank, options.tp, device, own_gpu, PATIENCE.total_seconds(), store)
+        core = make_core(opened, Watched(comm, vitals), device, lambda count: pipe.send(Loaded(count)))
+        control = WatchedControl(control, vitals)
         pipe.send(Ready())
-        lead(core, control, pipe) if rank == 0 else follow(core, control)
+        lead(core, control, pipe, vitals) if rank == 0 else follow(core, control)
         leave()
     except BaseException as error:
         with contextlib.suppress(OSError):  # nobody listens any more
@@ -88,11 +90,12 @@ def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, pul
         raise SystemExit(1) from None
 
 
-def lead(core: Core, control: Control, pipe: Connection) -> None:
+def lead(core: Core, control: Control, pipe: Connection, vitals: Vitals) -> None:
     """The first rank: hear the caller, tell the others, report."""
     heard = 0
     while not core.stopped:
         commands: list[Command] = []
+        vitals.waits()
         while pipe.poll() or not (core.busy or commands):  # nothing to do: wait for something
             commands += pipe.recv()
             heard += 1
@@ -118,10 +121,10 @@ def _account(error: BaseException) -> Failed:
     return Failed(f"{type(error).__name__}: {reason}", refused=False, victim=broken)
 
 
-def _live(rank: int, pulses: Any) -> None:
+def _live(vitals: Vitals) -> None:
     """Show signs of life; end when the process that started this one does, however it ended."""
     parent = parent_process()
     assert parent is not None
     while not connection.wait([parent.sentinel], timeout=PULSE):
-        pulses[rank] = time.monotonic()
+        vitals.beat()
     os._exit(1)

@@ -20,7 +20,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a request has become since the last chunk. `finish_reason` comes with the last: stop or length."""
+    """What a request has become since the last chunk. `finish_reason` comes with the last: stop, length or error."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -30,7 +30,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request; `token_ids` are the new ones only."""
+    """A finished request; `token_ids` are the new ones only. It finished by error where the model's output for it was
+    not finite: its weights are broken (see `check`), or its dtype is too narrow.
+    """
 
     prompt: str | list[int]
     token_ids: list[int]
@@ -51,14 +53,15 @@ class Request:
         self.new: list[int] = []
         self.finish_reason: str | None = None
 
-    def add(self, token: int, finish_reason: str | None) -> Chunk:
+    def add(self, token: int | None, finish_reason: str | None) -> Chunk:
         """Take a token from the ranks."""
-        self.new.append(token)
-        piece = self.text.add(token) if self.text else None
+        new = () if token is None else (token,)
+        self.new += new
+        piece = "".join(map(self.text.add, new)) if self.text else None
         self.finish_reason = "stop" if self.text and self.text.stopped else finish_reason
         if self.text and self.finish_reason:
             piece = (piece or "") + self.text.finish()
-        return Chunk(self.index, (token,), piece, self.finish_reason)
+        return Chunk(self.index, new, piece, self.finish_reason)
 
 
 class Opened:
@@ -85,8 +88,10 @@ class Opened:
 
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
         """Tokenize and check the prompts, which are numbered from `first`."""
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | bytes):
             raise LadderError("prompts must be a list: write [prompt] for a single one")
+        if not isinstance(params, SamplingParams):
+            raise LadderError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise LadderError(f"stop texts need a tokenizer, {self.options.model} has none")
         requests = []
@@ -112,7 +117,9 @@ class Opened:
                 raise LadderError(f"prompt {index} is not valid UTF-8") from None
             tokens = [int(token) for token in self.tokenizer(prompt).input_ids]
         else:
-            tokens = list(prompt)
+            if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+                raise LadderError(f"prompt {index} must be a text or a list of ids, not {type(prompt).__name__}")
+            tokens = list(prompt)  # type: ignore[arg-type]
             if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
                 raise LadderError(f"prompt {index} has ids that are not whole numbers: {tokens[:8]}")
         if not tokens:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ladder.engine.options import SamplingParams
-from ladder.errors import LadderError
 
 
 class Sampler:
@@ -18,14 +17,14 @@ class Sampler:
         else:
             self._generator.manual_seed(params.seed)
 
-    def choose(self, logits: Tensor) -> int:
-        """`logits` [vocab] -> the next token."""
+    def choose(self, logits: Tensor) -> int | None:
+        """`logits` [vocab] -> the next token; None where they are not finite."""
         if not bool(logits.max().isfinite()):  # NaN wins every comparison here
-            raise LadderError("the model's output is not finite: try --check for its weights, or a wider --dtype")
+            return None
         if self._params.temperature == 0:
             return int(logits.argmax())
-        logits = logits.float().cpu()
-        # the largest becomes 0, so that no temperature can make it infinite
+        logits = logits.double().cpu()
+        # the largest becomes 0, so that no temperature can make it infinite; in float64 none divides by zero
         chances = filtered((logits - logits.max()) / self._params.temperature, self._params.top_k, self._params.top_p)
         return int(torch.multinomial(chances, 1, generator=self._generator))
 

@@ -50,6 +50,7 @@ class Scheduler:
         self.chunk = chunk
         self.waiting: deque[Job] = deque()
         self.running: dict[int, Running] = {}  # by id, in the order they got their slots
+        self._newest_first = False
         self.free = list(range(slots - 1, -1, -1))  # the lowest is taken first: slots in use tend to be neighbours
 
     @property
@@ -82,12 +83,18 @@ class Scheduler:
         return Pass(tuple(lines), tuple((line.new[-1],) for line in lines)) if lines else None
 
     def beginning(self) -> Pass | None:
-        """Pieces of prompts, oldest first, as many as fit `chunk` tokens when all are padded to the longest."""
+        """Pieces of prompts, as many as fit `chunk` tokens when all are padded to the longest.
+
+        In turns the oldest comes first, so that none is forgotten, and the one of which least has been read, so that
+        a short prompt need not wait for the end of a long one.
+        """
         lines: list[Running] = []
         pieces: list[tuple[int, ...]] = []
-        for line in self.running.values():
-            if line.new:
-                continue
+        unread = [line for line in self.running.values() if not line.new]
+        if self._newest_first:
+            unread.sort(key=lambda line: line.fed)
+        self._newest_first = not self._newest_first and len(unread) > 1
+        for line in unread:
             piece = line.job.tokens[line.fed : line.fed + self.chunk]
             width = max(len(piece), *map(len, pieces)) if pieces else len(piece)
             if pieces and width * (len(pieces) + 1) > self.chunk:
