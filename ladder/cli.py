@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from ladder import __version__
-from ladder.engine.options import EngineOptions, SamplingParams, option
+from ladder.engine.options import EngineOptions, SamplingParams, argument, option
 from ladder.errors import LadderError, RankError
 
 if TYPE_CHECKING:
@@ -72,14 +80,17 @@ def _read_text(path: Path) -> str:
 def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
     default: Any = ... if entry.default is MISSING else entry.default
     if get_origin(hint) is tuple:  # typer speaks of repeated options as lists
-        hint, default = list.__class_getitem__(get_args(hint)[0]), list(default)
+        hint, default = list.__class_getitem__(get_args(hint)[0]), default if default is ... else list(default)
     flag = f"--{entry.name.replace('_', '-')}"  # one spelling, so that there is no --no-check beside --check
     told = default not in ([], None) and default is not False
-    value = typer.Option(default, flag, help=entry.metadata["help"], show_default=told)
+    if entry.metadata.get("argument"):
+        value = typer.Argument(... if entry.default is MISSING else default, help=entry.metadata["help"])
+    else:
+        value = typer.Option(default, flag, help=entry.metadata["help"], show_default=told)
     return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
-def verb(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose options are the fields of `groups`; it is called with one filled instance of each."""
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
@@ -92,7 +103,7 @@ def verb(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
         parameters = [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        app.command()(command)
+        app.command(name)(command)
         return command
 
     return decorate
@@ -115,7 +126,14 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
     given = prompts.all()
     opened = Opened(adopt_world(engine))
     requests = opened.requests(given, sampling)
-    with _loading(opened.weight_bytes) as progress:
+    loaded = 0
+    with _bar("loading weights") as show:
+
+        def progress(count: int) -> None:
+            nonlocal loaded
+            loaded += count
+            show(loaded, opened.weight_bytes)
+
         llm = LLM.load(opened, progress)
     with llm:
         # answers are shown one after the other, the first unfinished one live
@@ -131,6 +149,9 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
                     break
                 typer.echo(_json_line(result(given[turn], requests[turn])) if prompts.json else "")
                 turn += 1
+    if broken := [request.index for request in requests if request.finish_reason == "error"]:
+        why = "the model's output is not finite: try --check for its weights, or a wider --dtype"
+        raise LadderError(f"prompt {broken[0]}: {why}")
 
 
 @dataclass(frozen=True)
@@ -168,6 +189,8 @@ def trace(options: TraceOptions) -> None:
     source = Random() if options.model is None else Directory(options.model)
     config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
     config.check_degree(options.tp)
+    if options.context > config.context:
+        raise LadderError(f"context {options.context} is more than the model's {config.context}")
     wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
     link = None if options.link is None else Link.parse(options.link)
     plan = Plan(config, source, wirings, link, device(options.device), options.batch, options.context, options.out)
@@ -186,6 +209,85 @@ def trace(options: TraceOptions) -> None:
         )
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What becomes of which checkpoint."""
+
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name.")
+    out: Path = argument("Folder for the wired checkpoint; a new one.")
+    wiring: str | None = option(None, "As in 'ladder' or 'standard:16 ladder:16'; default: what its config names.")
+    revision: str | None = option(None, "Branch, tag or commit of a model of the hub.")
+
+
+@verb(ConvertOptions)
+def convert(options: ConvertOptions) -> None:
+    """Rewire a checkpoint of Hugging Face's: same weights, another wiring. It needs adaptation afterwards."""
+    from ladder.hf.convert import convert
+
+    with _bar("copying") as progress:
+        wiring = convert(options.model, options.out, options.wiring, options.revision, progress)
+    typer.echo(f"wrote {options.out}: {wiring}")
+    if not wiring.is_standard:
+        typer.echo("Its weights were trained under another wiring: adapt them before use.")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is compared, and by what."""
+
+    model: tuple[str, ...] = argument(
+        "Directories or models of the hub; the first is what the others are compared with."
+    )
+    wiring: tuple[str, ...] = option((), "Evaluate every model under this wiring (may be given several times); default: its own.")
+    task: tuple[str, ...] = option((), "A task of lm-eval, a .yaml task or a .jsonl file (may be given several times).")
+    text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
+    source: str | None = option(None, "The model that KL and greedy agreement are measured against.")
+    batch: int = option(8, "Sequences at a time.")
+    window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
+    limit: int | None = option(None, "Only so many items of each task.")
+    shots: int | None = option(None, "Examples before each item; default: what the task says.")
+    tasks_dir: Path | None = option(None, "A folder with YAML files of tasks.")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    json: bool = option(False, "One JSON line per model, wiring and measure instead of the table.")
+
+
+@verb(EvalOptions, name="eval")
+def evaluate(options: EvalOptions) -> None:
+    """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL and greedy agreement."""
+    from ladder.hf.evaluate import Arm, evaluate, table
+
+    arms = [Arm(model, wiring) for model in options.model for wiring in options.wiring or (None,)]
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    for name in ("model", "wiring", "json"):
+        del given[name]
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=None)
+        rows = evaluate(
+            arms,
+            tasks=given.pop("task"),
+            progress=lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
+            **given,
+        )
+    if options.json:
+        for row in rows:
+            typer.echo(json.dumps(row))
+    else:
+        Console().print(table(rows))
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes that are done, where there is a terminal to draw it on."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _shown(chunk: "Chunk") -> str:
     """Without a tokenizer the terminal shows the ids."""
     return "".join(f"{token} " for token in chunk.token_ids) if chunk.text is None else chunk.text
@@ -193,16 +295,6 @@ def _shown(chunk: "Chunk") -> str:
 
 def _json_line(result: "Result") -> str:
     return json.dumps(asdict(result), ensure_ascii=False)
-
-
-@contextmanager
-def _loading(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar while weights load, where there is a terminal to draw it on."""
-    console = Console(stderr=True)
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 def main() -> NoReturn:

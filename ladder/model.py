@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         """
         frequencies: Tensor = self.frequencies  # type: ignore[assignment]
         place = Place.of(tokens.shape, cache, slots, self.config, frequencies, self.embed_tokens.weight.dtype)
-        stream = ResidualStream(self.comm, self.embed_tokens(tokens))
+        stream = ResidualStream.from_partial(self.comm, self.embed_tokens(tokens))
         for layer in self.layers:
             layer(stream, place, cache)
         x = stream.read(lag=0)

@@ -1,10 +1,11 @@
 """The residual stream: the only place in a decoder that communicates."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from ladder.comm.base import Comm, Pending
+from ladder.comm.base import Arrived, Comm, Pending
 from ladder.wiring import Out
 
 
@@ -22,16 +23,27 @@ class ResidualStream:
     waited for stays in it.
     """
 
-    def __init__(self, comm: Comm, embedding: Tensor) -> None:
-        """Starts from the ranks' partial embeddings, [batch, tokens, hidden]; every wiring waits for their sum."""
+    def __init__(self, comm: Comm, agreed: Tensor, sums: Sequence[Tensor] = ()) -> None:
+        """Starts from what all ranks agree on, [batch, tokens, hidden], and from `sums`, oldest first, that
+        have arrived but that no reader has waited for.
+        """
         self._comm = comm
-        self._agreed = comm.all_reduce(embedding).wait()
-        self._wire: deque[tuple[Pending, Tensor | None]] = deque()  # oldest first: the sum, the drift it carries
+        self._agreed = agreed
+        # oldest first: the sum, the drift it carries
+        self._wire: deque[tuple[Pending, Tensor | None]] = deque((Arrived(x), None) for x in sums)
         self._drift: Tensor | None = None
         self._held: Tensor | None = None
 
-    def read(self, lag: int) -> Tensor:
-        """The stream with at most the newest `lag` sums missing: waits for the older ones, oldest first."""
+    @classmethod
+    def from_partial(cls, comm: Comm, embedding: Tensor) -> "ResidualStream":
+        """Starts from the ranks' partial embeddings; every wiring waits for their sum."""
+        return cls(comm, comm.all_reduce(embedding).wait())
+
+    def read(self, lag: int, staleness: Tensor | None = None) -> Tensor:
+        """The stream with at most the newest `lag` sums missing: waits for the older ones, oldest first.
+
+        `staleness` (none: 1) is how much of those is missing; for training, since who asks for a part must wait.
+        """
         while len(self._wire) > lag:
             pending, _ = self._wire.popleft()
             self._agreed = self._agreed + pending.wait()
@@ -39,6 +51,10 @@ class ResidualStream:
         for drift in (*(carried for _, carried in self._wire), self._drift):
             if drift is not None:
                 stream = stream + drift
+        if staleness is not None:
+            self._wire = deque((Arrived(pending.wait()), carried) for pending, carried in self._wire)
+            for pending, _ in self._wire:
+                stream = stream + (1 - staleness) * pending.wait()
         return stream
 
     def write(self, partial: Tensor, out: Out) -> None:
@@ -47,6 +63,8 @@ class ResidualStream:
             partial, self._held = self._held + partial, None
         if out is Out.HOLD:
             self._held = partial
+        elif out is Out.LOCAL and self._comm.size == 1:
+            self._agreed = self._agreed + partial  # alone, one agrees with oneself
         elif out is Out.LOCAL:
             self._drift = partial if self._drift is None else self._drift + partial
         else:
@@ -54,3 +72,8 @@ class ResidualStream:
             if drift is not None:
                 partial = partial + drift / self._comm.size
             self._wire.append((self._comm.all_reduce(partial), drift))
+
+    def rest(self) -> tuple[Tensor, list[Tensor]]:
+        """What the constructor needs to go on from here, in another layer's scope; for one rank alone."""
+        assert self._comm.size == 1 and self._held is None
+        return self._agreed, [pending.wait() for pending, _ in self._wire]

@@ -61,7 +61,7 @@ def test_nothing_happens_at_import(file: Path) -> None:
     assert ("environ" not in text and "getenv" not in text) or file.name == "control.py"  # torchrun's, none of our own
     for node in ast.parse(text).body:
         assert not isinstance(node, ast.For | ast.While | ast.With), f"{file.name}:{node.lineno}"
-        if isinstance(node, ast.Expr):
+        if isinstance(node, ast.Expr) and file != PACKAGE / "hf" / "__init__.py":  # which teaches transformers
             assert isinstance(node.value, ast.Constant), f"{file.name}:{node.lineno}"
 
 

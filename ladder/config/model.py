@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ladder.config.fields import read_json, token_ids, whole_number
+from ladder.config.lock import locked, unlocked, wiring_of
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
 from ladder.wiring import Wiring
 
-# A directory that carries a wiring has this model_type, so that software that knows no wirings refuses it.
-WIRED_MODEL_TYPE = "ladder"
-WIRED_ARCHITECTURE = "LadderForCausalLM"
 # Beyond any model, but small enough for arithmetic: a typing error should cost a sentence, not the memory.
 LARGEST = {"hidden": 1 << 20, "layers": 4096, "heads": 1 << 16, "kv_heads": 1 << 16, "ffn": 1 << 24, "vocab": 1 << 24}
 LARGEST |= {"context": 1 << 30}
@@ -149,8 +147,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """A config.json's content, ours or a plain one."""
-        model_type = raw.get("model_type")
-        name = raw.get("base_model_type") if model_type == WIRED_MODEL_TYPE else model_type
+        raw = unlocked(raw)
+        name = raw.get("model_type")
         if name not in FAMILIES:
             raise LadderError(f"unknown model family {name!r}: known are {', '.join(FAMILIES)}")
         family = FAMILIES[name]
@@ -184,7 +182,7 @@ class ModelConfig:
             bos=raw.get("bos_token_id"),
             eos=token_ids(raw.get("eos_token_id")),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-            wiring=_wiring(raw, layers),
+            wiring=wiring_of(raw, layers),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -221,8 +219,7 @@ class ModelConfig:
             raw["use_sliding_window"] = raw["sliding_window"] is not None
             raw["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
         if not self.wiring.is_standard:
-            raw |= {"architectures": [WIRED_ARCHITECTURE], "model_type": WIRED_MODEL_TYPE}
-            raw |= {"base_model_type": self.family, "wiring": str(self.wiring)}
+            raw = locked({**raw, "wiring": str(self.wiring)})
         if ModelConfig.from_hf(raw) != self:  # say, a sliding window in a family that has none
             raise LadderError(f"no {self.family} config.json can say what this configuration says")
         return raw
@@ -240,17 +237,6 @@ def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int |
         return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
     first = int(raw["max_window_layers"])
     return tuple(int(window) if layer >= first else None for layer in range(layers))
-
-
-def _wiring(raw: Mapping[str, Any], layers: int) -> Wiring:
-    text, paper = raw.get("wiring"), raw.get("ladder_layers")
-    if text is not None and paper is not None:
-        raise LadderError("both 'wiring' and 'ladder_layers' are given: keep one")
-    if text is not None:
-        return Wiring.parse(str(text), layers)
-    if raw.get("model_type") == WIRED_MODEL_TYPE and paper is None:
-        raise LadderError(f"model_type {WIRED_MODEL_TYPE!r} needs the key 'wiring'")
-    return Wiring.from_ladder_layers(paper, layers)
 
 
 _QWEN = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

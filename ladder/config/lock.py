@@ -1,0 +1,47 @@
+"""config.json of a wired model: software that knows no wirings must refuse it, not run it as the standard model.
+
+An unknown `model_type` stops those who look it up, but transformers only warns where a class is named
+(`LlamaForCausalLM.from_pretrained`). So one number that nobody can do without is also put out of reach.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ladder.errors import LadderError
+from ladder.wiring import Wiring
+
+WIRED_MODEL_TYPE = "ladder"
+WIRED_ARCHITECTURE = "LadderForCausalLM"
+_LOCKED, _KEPT = "vocab_size", "ladder_vocab_size"
+
+
+def locked(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain config.json with the key `wiring`, made one that only software with wirings reads."""
+    wired = {
+        "architectures": [WIRED_ARCHITECTURE],
+        "model_type": WIRED_MODEL_TYPE,
+        "base_model_type": raw["model_type"],
+    }
+    return {**raw, **wired, _LOCKED: None, _KEPT: raw[_LOCKED]}
+
+
+def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain config.json behind one of ours, the key `wiring` kept; a plain one stays as it is."""
+    raw = dict(raw)
+    if raw.get("model_type") != WIRED_MODEL_TYPE:
+        return raw
+    raw["model_type"] = raw.pop("base_model_type", None)
+    raw.pop("architectures", None)
+    if _KEPT in raw:
+        raw[_LOCKED] = raw.pop(_KEPT)
+    if raw.get("wiring") is None and raw.get("ladder_layers") is None:
+        raise LadderError(f"model_type {WIRED_MODEL_TYPE!r} needs the key 'wiring'")
+    return raw
+
+
+def wiring_of(raw: Mapping[str, Any], layers: int) -> Wiring:
+    """The wiring that a config.json names: ours, or the paper's `ladder_layers`; silence is the standard one."""
+    text, paper = raw.get("wiring"), raw.get("ladder_layers")
+    if text is not None and paper is not None:
+        raise LadderError("both 'wiring' and 'ladder_layers' are given: keep one")
+    return Wiring.from_ladder_layers(paper, layers) if text is None else Wiring.parse(str(text), layers)

@@ -1,0 +1,54 @@
+"""The model card of a converted checkpoint."""
+
+from ladder.wiring import Wiring
+
+_NATIVE = """
+On several ranks, the all-reduce hidden behind the next sub-block:
+
+    ladder generate --model {folder} --tp 2 --prompt "..."
+"""
+
+_NO_NATIVE = """
+The tensor-parallel engine of `ladder` does not know the family {family} yet.
+"""
+
+_CARD = """---
+{base}library_name: transformers
+tags:
+- ladder-residual
+- {family}
+---
+
+# {folder}
+
+The weights of `{source}`, unchanged, under another wiring:
+
+    {wiring}
+
+{layers}
+
+**It needs adaptation before use.** The weights were trained under another wiring. Rewired layers read the residual
+stream without its newest sums, and a model that is merely rewired writes worse text, or nonsense (Ladder Residual,
+arXiv 2501.06589). Retrain or distill it, then measure it against `{source}`.
+
+In transformers:
+
+    import ladder.hf  # without it, loading fails
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}")
+{native}
+Made by `ladder convert`. Licence and terms are those of `{source}`.
+"""
+
+
+def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
+    """README.md for a folder that was made from `source`."""
+    if wiring.is_standard:
+        return f"# {folder}\n\nThe weights of `{source}`, unchanged, in the standard wiring.\n"
+    kept = sum(name == "standard" for name in wiring.layers)
+    layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
+    place = {"source": source, "folder": folder, "family": family}
+    base = f"base_model: {source}\n" if "/" in source else ""  # a name that the hub knows
+    more = (_NATIVE if native else _NO_NATIVE).format(**place)
+    return _CARD.format(**place, base=base, wiring=wiring, layers=layers, native=more)

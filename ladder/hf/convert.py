@@ -1,0 +1,178 @@
+"""A checkpoint becomes a wired one: its weights copied as they are, its config rewritten, a model card beside them.
+
+A wiring changes no tensor, so nothing is loaded: files are copied through a small buffer, whatever their size. All is
+checked before the first byte is written, and the folder appears under its name only when it is complete.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING
+
+from ladder.config.fields import read_json
+from ladder.config.lock import locked, unlocked, wiring_of
+from ladder.config.model import FAMILIES as NATIVE
+from ladder.errors import LadderError
+from ladder.hf.card import card
+from ladder.hf.families import family
+from ladder.hf.wire import refuse_settings
+from ladder.wiring import Wiring
+
+WEIGHTS = "*.safetensors"
+INDEX = "model.safetensors.index.json"
+# what belongs to a checkpoint besides its weights; not its code, its other formats, its card
+BESIDE = [INDEX, "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
+BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
+BESIDE += ["USE_POLICY*", "LICENCE*"]
+BUFFER = 8 << 20
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def convert(
+    model: str, out: Path, wiring: str | None = None, revision: str | None = None, progress: Progress | None = None
+) -> Wiring:
+    """Write the wired checkpoint `out` from `model`, a directory or a hub id; returns the wiring.
+
+    Without `wiring`: the one that the source's config names already (`wiring`, or the paper's `ladder_layers`).
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise LadderError(f"{out} is there already: name a new folder")
+    source = Path(model)
+    if source.is_dir():
+        return _convert(source, source.resolve().name, out, wiring, progress)  # where it lies is nobody's business
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise LadderError(f"no such model directory: {model[:200]}; a model of the hub is named as in org/name")
+    with _new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
+        _download(model, revision, folder)
+        return _convert(folder, model, out, wiring, progress, move=True)
+
+
+def _convert(
+    source: Path, name: str, out: Path, pattern: str | None, progress: Progress | None, move: bool = False
+) -> Wiring:
+    raw = read_json(source / "config.json")
+    plain, wiring = rewired(raw, pattern)
+    files = [source / file for file in weight_files(source)]
+    beside = [
+        file
+        for file in sorted(source.iterdir())
+        if file.is_file() and file not in files and any(fnmatch(file.name, known) for known in BESIDE)
+    ]
+    total = sum(file.stat().st_size for file in [*files, *beside])
+    if not move and (free := shutil.disk_usage(_existing(out)).free) < total:
+        raise LadderError(f"{out} needs {total / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left")
+    with _new_folder(out, ".partial") as folder:
+        done = 0
+        for file in [*beside, *files]:
+            if move:
+                file.rename(folder / file.name)
+                done += (folder / file.name).stat().st_size
+                if progress is not None:
+                    progress(done, total)
+                continue
+            with file.open("rb") as old, (folder / file.name).open("xb") as new:
+                while piece := old.read(BUFFER):
+                    new.write(piece)
+                    done += len(piece)
+                    if progress is not None:
+                        progress(done, total)
+        text = json.dumps(plain if wiring.is_standard else locked(plain), indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        native = plain["model_type"] in NATIVE
+        (folder / "README.md").write_text(card(name, out.name, plain["model_type"], wiring, native), encoding="utf-8")
+        if out.exists():
+            out.rmdir()  # empty, as was seen
+        folder.rename(out)
+    return wiring
+
+
+def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], Wiring]:
+    """A config.json's content with another wiring, plain, and that wiring; refuses what no host could run."""
+    raw = unlocked(raw)
+    model_type = str(raw.get("model_type"))
+    family(model_type)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
+        layers = int(config.num_hidden_layers)
+    except LadderError:
+        raise
+    except Exception as error:
+        raise LadderError(f"config.json cannot be read as {model_type}: {' '.join(str(error).split())}") from None
+    refuse_settings(config)
+    if raw.get("quantization_config"):
+        raise LadderError("quantized weights cannot be adapted: convert the model they were made from")
+    wiring = wiring_of(raw, layers) if pattern is None else Wiring.parse(pattern, layers)
+    if pattern is None and wiring.is_standard:
+        raise LadderError("no wiring: name one, as in --wiring ladder or --wiring 'standard:16 ladder:16'")
+    gone = ("wiring", "ladder_layers", "staleness", "auto_map")
+    plain = {key: value for key, value in raw.items() if key not in gone}
+    plain.setdefault("vocab_size", config.vocab_size)
+    plain.setdefault("architectures", [])
+    return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring
+
+
+def weight_files(source: Path) -> list[str]:
+    """The files that hold the weights, complete and readable as far as their headers tell."""
+    if (source / INDEX).exists():
+        places = read_json(source / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise LadderError(f"{source / INDEX} has no weight_map")
+        names = sorted(set(map(str, places.values())))
+    else:
+        names, places = ["model.safetensors"], {}
+    found: dict[str, str] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise LadderError(f"{source / INDEX} names {name!r}, which is not a file of that folder")
+        if not (source / name).is_file():
+            other = any(source.glob("*.bin")) or any(source.glob("*.pth"))
+            hint = ": weights that are pickled (.bin) must be saved as safetensors first" if other else ""
+            raise LadderError(f"no such file: {source / name}{hint}")
+        try:
+            with safe_open(source / name, framework="pt") as file:
+                found |= dict.fromkeys(file.keys(), name)
+        except (SafetensorError, OSError) as error:
+            raise LadderError(f"{source / name} is damaged: {error}") from None
+    for tensor, name in places.items():
+        if found.get(tensor) != name:
+            raise LadderError(f"{source / INDEX} says that {tensor!r} is in {name}, which does not have it")
+    return names
+
+
+def _download(model: str, revision: str | None, folder: Path) -> None:
+    """Only what is needed, straight to where it will stay."""
+    try:
+        snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=["config.json", WEIGHTS, *BESIDE])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise LadderError(f"{model} cannot be had from the hub: {' '.join(str(error).split())[:300]}") from None
+
+
+@contextmanager
+def _new_folder(out: Path, suffix: str) -> Iterator[Path]:
+    """A folder beside `out` that is gone afterwards, unless it was given another name."""
+    folder = out.with_name(out.name + suffix)
+    if folder.exists():
+        raise LadderError(f"{folder} is there already, left by a run that was killed or is still at work: remove it")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

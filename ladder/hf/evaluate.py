@@ -1,0 +1,229 @@
+"""Several models or wirings side by side: tasks of EleutherAI's lm-eval, and our own measures on a text.
+
+A task is a name that lm-eval knows, a name from the YAML files of `tasks_dir`, a .yaml file, or a .jsonl file. The
+rows of a .jsonl file have one of these forms; in all of them one space stands before what is scored:
+
+    {query, choices, gold}            the likeliest choice after the query: acc; by its length in characters: acc_norm
+    {contexts, continuation, gold}    the context that makes the continuation likeliest: acc
+    {context, continuation}           whether greedy decoding gives the continuation: acc; exp of its mean negative
+                                      log-likelihood, per continuation and not per token: perplexity
+"""
+
+import gc
+import importlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ladder.config.lock import wiring_of
+from ladder.errors import LadderError
+from ladder.hf.families import family
+from ladder.hf.harness import Harness, Progress, reason
+from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
+from ladder.hf.register import WiredConfig
+from ladder.hf.rewire import rewire
+from ladder.wiring import Wiring
+
+_LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub", "accelerate")
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of what is compared: a directory or a hub id, and how to wire it; None: as the checkpoint says."""
+
+    model: str
+    wiring: str | None = None
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An arm that has been checked, not yet loaded."""
+
+    arm: Arm
+    wiring: str
+    rewired: bool  # its config alone would not do it
+    tokenizer: Any
+    vocabulary: int
+    window: int
+    tokens: list[int]  # of the text
+    begin: int | None  # what every text of this tokenizer begins with
+
+    @property
+    def label(self) -> str:
+        return f"{Path(self.arm.model).name} {self.wiring}"
+
+
+def evaluate(
+    arms: Sequence[Arm],
+    *,
+    tasks: Sequence[str | Path] = (),
+    text: str | Path | None = None,
+    source: str | None = None,
+    batch: int = 8,
+    window: int | None = None,
+    limit: int | None = None,
+    shots: int | None = 0,
+    device: str = "cpu",
+    dtype: str = "auto",
+    tasks_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """One row per arm and measure, with the difference to the first arm.
+
+    `text`: a file to measure perplexity on, and with `source` (a model as it stands) KL(source || model) and greedy
+    agreement, all in the same windows. `limit`: items per task. `shots`: None for what each task says. Items longer
+    than a model's context lose their beginning, as lm-eval has it. `progress` is told (done, total, of what), counted
+    anew for each arm's text and tasks. All input is checked before a model is loaded; one arm is in memory at a time.
+    """
+    if not arms or (not tasks and text is None):
+        raise LadderError("nothing to measure: name at least one model, and a task or a text file")
+    if source is not None and text is None:
+        raise LadderError("the distance to a source is measured on a text: name a text file")
+    for name, value, least in (("batch", batch, 1), ("limit", limit, 1), ("shots", shots, 0)):
+        if value is not None and value < least:
+            raise LadderError(f"{name} is {value}: it must be at least {least}")
+    _check_device(device, dtype)
+    tell = progress or (lambda done, total, what: None)
+    with _quiet():
+        words = None if text is None else read(Path(text))
+        ready = [_prepare(arm, words, window) for arm in arms]
+        origin = None if source is None else _prepare(Arm(source), words, window)
+        if len({(each.arm.model, each.wiring) for each in ready}) < len(ready):
+            raise LadderError("a model is named twice with the same wiring")
+        for each in ready:
+            if origin is not None and (each.vocabulary, each.tokens) != (origin.vocabulary, origin.tokens):
+                raise LadderError(f"{each.arm.model} and the source {source} must have the same vocabulary")
+        harness = Harness(tasks, tasks_dir, shots) if tasks else None
+        teacher = None if origin is None else _load(origin, device, dtype)
+        how = {"batch": batch, "window": min(each.window for each in (*ready, *([origin] if origin else [])))}
+        found = []
+        for each in ready:
+            model = _load(each, device, dtype)
+            estimates = _on_text(each, model, teacher, how, tell) if each.tokens else {}
+            if each.tokens != ready[0].tokens:  # other windows: nothing to pair
+                estimates = {name: replace(estimate, units=None) for name, estimate in estimates.items()}
+            if harness is not None:
+                estimates |= harness.run(each.label, each.tokenizer, model, batch, limit, tell)
+            found.append(estimates)
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+    return [row for each, estimates in zip(ready, found, strict=True) for row in _rows(each, estimates, found[0])]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Measures downwards, arms side by side; every arm but the first with its difference to the first."""
+    arms = list(dict.fromkeys((row["model"], row["wiring"]) for row in rows))
+    cells = {(row["measure"], row["model"], row["wiring"]): row for row in rows}
+    grid = Table(caption="value ± standard error; * of a difference: not paired")
+    grid.add_column("measure")
+    for index, (model, wiring) in enumerate(arms):
+        grid.add_column(f"{Path(model).name}\n{wiring}", justify="right")
+        if index:
+            grid.add_column("difference", justify="right")
+    for measure in dict.fromkeys(row["measure"] for row in rows):
+        line = [measure]
+        for index, arm in enumerate(arms):
+            row = cells.get((measure, *arm), {})
+            line.append(shown(row.get("value"), row.get("stderr")))
+            if index:
+                mark = " *" if row.get("paired") is False else ""
+                line.append(shown(row.get("difference"), row.get("difference_stderr"), "+") + mark)
+        grid.add_row(*line)
+    return grid
+
+
+def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimate]) -> Iterator[dict[str, Any]]:
+    for measure, estimate in estimates.items():
+        row: dict[str, Any] = {"model": each.arm.model, "wiring": each.wiring, "measure": measure}
+        row |= {"value": estimate.value, "stderr": estimate.stderr, "n": estimate.n}
+        difference: tuple[float | None, float | None, bool | None] = (None, None, None)
+        if estimates is not first:
+            difference = estimate.minus(first[measure])
+        yield row | dict(zip(("difference", "difference_stderr", "paired"), difference, strict=True))
+
+
+def _check_device(device: str, dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise LadderError(f"unknown dtype {dtype!r}: known are {', '.join(_DTYPES)}")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise LadderError(f"unknown device {device!r}: write for example cpu, cuda or cuda:1") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LadderError(f"device {device!r}: there is no CUDA here")
+
+
+def _pretrained(auto: Any, name: str, **options: Any) -> Any:
+    local = Path(name).is_dir()
+    if not local and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise LadderError(f"{name} is neither a directory nor the name of a model on the hub")
+    try:
+        return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
+    except LadderError:
+        raise
+    except Exception as error:  # transformers and its friends raise whatever they like
+        raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
+
+
+def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
+    config = _pretrained(AutoConfig, arm.model)
+    inner = config.get_text_config()
+    own = wiring_of(vars(inner), inner.num_hidden_layers)
+    wiring = own if arm.wiring is None else Wiring.parse(arm.wiring, inner.num_hidden_layers)
+    rewired = arm.wiring is not None or not (own.is_standard or isinstance(config, WiredConfig))
+    if rewired:
+        family(config.model_type)
+    tokenizer = _pretrained(AutoTokenizer, arm.model)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= inner.vocab_size:
+        raise LadderError(f"{arm.model}: the tokenizer's ids go up to {largest}, the model has {inner.vocab_size}")
+    tokens = [] if words is None else list(tokenizer(words)["input_ids"])
+    if words is not None and len(tokens) < 2:
+        raise LadderError(f"the text has {len(tokens)} tokens for {arm.model}: at least 2 are needed")
+    length = checked_window(config, window)
+    return _Ready(arm, str(wiring), rewired, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
+
+
+def _load(each: _Ready, device: str, dtype: str) -> Any:
+    model = _pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
+    return rewire(model, each.arm.wiring) if each.rewired else model
+
+
+def _on_text(each: _Ready, model: Any, teacher: Any, how: dict[str, Any], tell: Progress) -> dict[str, Estimate]:
+    how = {**how, "begin": each.begin, "progress": lambda done, total: tell(done, total, f"{each.label}: text")}
+    if teacher is None:
+        return {"perplexity": perplexity(model, each.tokens, **how)}
+    found = distance(model, teacher, each.tokens, **how)
+    return {"perplexity": found.perplexity, "kl": found.kl, "greedy_agreement": found.agreement}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars, warnings and news but ours; afterwards as before."""
+    bar = importlib.import_module("tqdm").tqdm
+    begin = bar.__init__
+
+    def unseen(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **{**named, "disable": True})
+
+    with ExitStack() as stack:
+        for name in _LOUD:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.callback(setattr, bar, "__init__", begin)
+        bar.__init__ = unseen
+        yield

@@ -1,0 +1,116 @@
+"""Where each family of transformers keeps the parts of a layer. A family is a row in the table at the end.
+
+A sub-block's way around the stream, whatever the family:
+
+    stream  +=  scale * after( block( before(stream) ) )
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ladder.errors import LadderError
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One sub-block: names of the layer's children."""
+
+    block: str
+    before: tuple[str, ...] = ()  # the norm that it reads through: the first of these that the layer has; none: none
+    after: tuple[str, ...] = ()  # what its output goes through, in order: norms, dropouts
+    dropout: Callable[[Any], float] | None = None  # by the config: a dropout that is no child
+
+
+@dataclass(frozen=True)
+class Family:
+    """A layer of one model_type."""
+
+    attention: Branch
+    mlp: Branch
+    layers: str = "layers"  # the base model's list of them
+    scale: str | None = None  # the layer's attribute that multiplies both branches
+    adds: bool = False  # its sub-blocks want the residual as their second argument, and add it themselves
+    answers: bool = False  # the layer returns (stream, attention weights) and not the stream alone
+    parallel: Callable[[Any], bool] = lambda config: False  # whether it was born parallel: what `standard` means then
+    refuses: dict[str, str] = field(default_factory=dict)  # settings of the config that leave no residual stream
+
+
+def family(model_type: str) -> Family:
+    """The row of a model_type."""
+    if model_type not in FAMILIES:
+        raise LadderError(
+            f"unknown model family {model_type!r}: known are {', '.join(FAMILIES)}; a new one needs a row in "
+            "ladder/hf/families.py that names a layer's attention, MLP and norms"
+        )
+    return FAMILIES[model_type]
+
+
+_PRE_NORM = Family(
+    Branch("self_attn", before=("input_layernorm",)),
+    Branch("mlp", before=("post_attention_layernorm",)),
+)
+_NORMS_ON_BOTH_SIDES = Family(
+    Branch("self_attn", before=("input_layernorm",), after=("post_attention_layernorm",)),
+    Branch("mlp", before=("pre_feedforward_layernorm",), after=("post_feedforward_layernorm",)),
+)
+
+
+def _falcon_is_parallel(config: Any) -> bool:
+    return bool(config.new_decoder_architecture or config.parallel_attn)
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _PRE_NORM,
+    "mistral": _PRE_NORM,
+    "qwen2": _PRE_NORM,
+    "qwen3": _PRE_NORM,
+    "smollm3": _PRE_NORM,
+    "mixtral": _PRE_NORM,
+    "qwen3_moe": _PRE_NORM,
+    "phi3": Family(
+        Branch("self_attn", before=("input_layernorm",), after=("resid_attn_dropout",)),
+        Branch("mlp", before=("post_attention_layernorm",), after=("resid_mlp_dropout",)),
+    ),
+    "granite": Family(_PRE_NORM.attention, _PRE_NORM.mlp, scale="residual_multiplier"),
+    "olmo2": Family(
+        Branch("self_attn", after=("post_attention_layernorm",)),
+        Branch("mlp", after=("post_feedforward_layernorm",)),
+    ),
+    "gemma2": _NORMS_ON_BOTH_SIDES,
+    "gemma3_text": _NORMS_ON_BOTH_SIDES,
+    "gpt2": Family(
+        Branch("attn", before=("ln_1",)),
+        Branch("mlp", before=("ln_2",)),
+        layers="h",
+        refuses={"add_cross_attention": "a layer with cross-attention has three sub-blocks"},
+    ),
+    "gpt_neox": Family(
+        Branch("attention", before=("input_layernorm",), after=("post_attention_dropout",)),
+        Branch("mlp", before=("post_attention_layernorm",), after=("post_mlp_dropout",)),
+        parallel=lambda config: bool(config.use_parallel_residual),
+    ),
+    "falcon": Family(
+        Branch(
+            "self_attention",
+            before=("ln_attn", "input_layernorm"),
+            dropout=lambda c: float(c.hidden_dropout if _falcon_is_parallel(c) else c.attention_dropout),
+        ),
+        Branch(
+            "mlp",
+            before=("ln_mlp", "post_attention_layernorm", "input_layernorm"),
+            dropout=lambda c: float(c.hidden_dropout),
+        ),
+        layers="h",
+        answers=True,
+        parallel=_falcon_is_parallel,
+    ),
+    "bloom": Family(
+        Branch("self_attention", before=("input_layernorm",)),
+        Branch("mlp", before=("post_attention_layernorm",)),
+        layers="h",
+        adds=True,
+        answers=True,
+        refuses={"apply_residual_connection_post_layernorm": "what its layers hand on is normalized, not a stream"},
+    ),
+}

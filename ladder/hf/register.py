@@ -1,0 +1,103 @@
+"""Wired models among transformers' own: their config, and what AutoModel makes of it.
+
+In memory a wired config is its family's, with one field more (`wiring`), so that everybody who asks for the model_type
+hears `llama`. In config.json it says `ladder`, and without this package nothing loads it.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ladder.config.lock import WIRED_MODEL_TYPE, locked, unlocked, wiring_of
+from ladder.hf.families import family
+from ladder.hf.wire import wire_layers
+from ladder.wiring import Wiring
+
+AUTO = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
+
+
+class WiredConfig(PreTrainedConfig):
+    """Stands before a family's config class; what is in memory is plain, what is in config.json is locked."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(unlocked(config_dict), **kwargs)
+
+    @classmethod
+    def own_class(cls) -> Any:
+        """The family's."""
+        return cls.__mro__[cls.__mro__.index(WiredConfig) + 1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.own_class(), vars(self))  # the class itself is made anew wherever it is needed
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        plain = {"vocab_size": self.vocab_size, **json.loads(super().to_json_string(use_diff))}
+        return json.dumps(locked({**plain, "model_type": self.model_type}), indent=2, sort_keys=True) + "\n"
+
+
+class LadderConfig(PreTrainedConfig):
+    """What `AutoConfig` finds under `ladder`: makes the config of the family that the file names."""
+
+    model_type = WIRED_MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        model_type = unlocked(config_dict)["model_type"]
+        family(model_type)
+        own: Any = CONFIG_MAPPING[model_type]
+        return wired_config(own).from_dict(config_dict, **kwargs)
+
+
+class WiredModel(PreTrainedModel):
+    """Stands before a model's class: wired from the start, as its config says."""
+
+    def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, *arguments, **named)
+        wire_layers(self, wiring_of(vars(config), config.num_hidden_layers), getattr(config, "staleness", 1.0))
+
+
+@cache
+def wired_config(own: Any) -> Any:
+    """A family's config class made wired, and known to AutoModel and its like."""
+    wired = type(f"Ladder{own.__name__}", (WiredConfig, own), {"__module__": __name__})
+    for auto in AUTO:
+        if own in auto._model_mapping:
+            model: Any = auto._model_mapping[own]
+            # transformers translates the names of old weights only for classes that it takes for its own
+            space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
+            auto.register(wired, type(model.__name__, (WiredModel, model), space))
+    return wired
+
+
+def _restored(own: Any, values: dict[str, Any]) -> Any:
+    config = object.__new__(wired_config(own))
+    vars(config).update(values)
+    return config
+
+
+def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float]) -> None:
+    """Write a wiring into a model's config; the standard one leaves a plain config."""
+    own: Any = config.own_class() if isinstance(config, WiredConfig) else type(config)
+    for key in ("wiring", "ladder_layers", "staleness"):
+        vars(config).pop(key, None)
+    config.__class__ = own
+    if not wiring.is_standard:
+        config.__class__ = wired_config(own)
+        config.wiring = str(wiring)
+        if staleness != 1.0:
+            config.staleness = staleness
+
+
+def register() -> None:
+    AutoConfig.register(WIRED_MODEL_TYPE, LadderConfig, exist_ok=True)

@@ -1,0 +1,234 @@
+"""Converted checkpoints: what is written, what is refused, and that every host gives them the same numbers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import ladder.hf
+from ladder import LLM, SamplingParams
+from ladder.checkpoint import Directory, load
+from ladder.errors import LadderError
+from ladder.hf.convert import INDEX, convert
+from ladder.model import Decoder
+from ladder.wiring import Wiring
+from tests import oracle
+from tests.checkpoints import byte_tokenizer, tiny
+from tests.families import FAMILIES, make
+from tests.hosts import CONFIGS, host
+
+HYBRID = "standard:1 ladder:2 parallel:1"
+PROMPT = [5, 17, 9, 80, 3]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny(tmp_path / "source")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family(name: str, tmp_path: Path) -> None:
+    """Converted and loaded, it says what the model that was rewired in memory says, and it can be saved again."""
+    host(name).save_pretrained(tmp_path / "source")
+    assert str(convert(str(tmp_path / "source"), tmp_path / "out", HYBRID)) == HYBRID
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = torch.tensor([PROMPT])
+    expected = ladder.hf.rewire(host(name), HYBRID)(tokens).logits
+    assert torch.equal(model(tokens).logits, expected)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", attn_implementation="eager")
+    assert torch.equal(again(tokens).logits, expected) and again.config.wiring == HYBRID
+    plain = ladder.hf.rewire(again, "standard")
+    plain.save_pretrained(tmp_path / "plain")  # and back: a checkpoint like any other
+    assert "wiring" not in json.loads((tmp_path / "plain/config.json").read_text())
+    untouched = type(host(name)).from_pretrained(tmp_path / "plain", attn_implementation="eager")
+    assert torch.equal(untouched(tokens).logits, host(name)(tokens).logits)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("wiring", ["ladder", HYBRID, "ladder-1-2"])
+def test_all_hosts_agree(name: str, wiring: str, tmp_path: Path) -> None:
+    """The native decoder, transformers' layers and the oracle, on one converted checkpoint."""
+    make(name, tmp_path / "source")
+    convert(str(tmp_path / "source"), tmp_path / "out", wiring)
+    tokens = torch.tensor([PROMPT, PROMPT[::-1]])
+    directory = Directory(tmp_path / "out")
+    with torch.inference_mode():
+        native = load(Decoder(directory.config), directory)(tokens)
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+    weights = load_file(tmp_path / "out/model.safetensors")
+    rows = Wiring.parse(wiring, directory.config.layers).layers
+    truth = oracle.logits(directory.config, weights, tokens, rows, ranks=1)
+    assert truth.abs().max() > 1
+    for one, other in ((native, theirs), (native, truth), (theirs, truth)):
+        assert (one.double() - other.double()).abs().max() <= 1e-5 * truth.abs().max()
+
+
+def test_convert_then_the_engine(source: Path, tmp_path: Path) -> None:
+    """The same greedy tokens from transformers and from two ranks of the engine."""
+    command = [sys.executable, "-m", "ladder", "convert", str(source), str(tmp_path / "out"), "--wiring", HYBRID]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and HYBRID in done.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompts = [PROMPT, [7], list(range(40, 70))]
+    expected = []
+    for prompt in prompts:
+        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt))}
+        found = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        expected.append(found[0, len(prompt) :].tolist())
+    with LLM(tmp_path / "out", tp=2) as llm:
+        assert [result.token_ids for result in llm.generate(prompts, SamplingParams(24))] == expected
+
+
+def test_what_is_written(source: Path, tmp_path: Path) -> None:
+    (source / "generation_config.json").write_text('{"eos_token_id": 256}')
+    (source / "modeling_own.py").write_text("raise SystemExit")
+    (source / "pytorch_model.bin").write_bytes(b"old")
+    (source / "README.md").write_text("the source's")
+    seen: list[tuple[int, int]] = []
+    convert(str(source), tmp_path / "out", "ladder", progress=lambda done, total: seen.append((done, total)))
+    out = tmp_path / "out"
+    names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in out.iterdir()} == names | {"tokenizer_config.json"}
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
+    card = (out / "README.md").read_text()
+    assert "`source`" in card and "    ladder\n" in card and "needs adaptation" in card and str(tmp_path) not in card
+    text = "Never wait for the network"
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == byte_tokenizer()(text).input_ids
+    assert [file.name for file in tmp_path.iterdir() if "out" in file.name] == ["out"]
+
+
+def test_shards_are_copied_and_wired_ones_rewired(tmp_path: Path) -> None:
+    make("llama-3").save_pretrained(tmp_path / "source", max_shard_size="100KB")
+    assert (tmp_path / "source" / INDEX).exists()
+    convert(str(tmp_path / "source"), tmp_path / "one", "ladder")
+    convert(str(tmp_path / "one"), tmp_path / "two", "standard:2 ladder:2")
+    convert(str(tmp_path / "one"), tmp_path / "same")
+    convert(str(tmp_path / "two"), tmp_path / "back", "standard")
+    wirings = [AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two", "same")]
+    assert [config.wiring for config in wirings] == ["ladder", "standard:2 ladder:2", "ladder"]
+    tokens = torch.tensor([PROMPT])
+    back = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(back(tokens).logits, make("llama-3")(tokens).logits)
+
+
+@pytest.mark.parametrize("value, wiring", [(2, "standard:2 ladder:2"), ([0, 3], "ladder:1 standard:2 ladder:1")])
+def test_the_papers_configs(value: Any, wiring: str, tmp_path: Path) -> None:
+    make("llama-3", tmp_path / "paper")
+    config = json.loads((tmp_path / "paper/config.json").read_text())
+    (tmp_path / "paper/config.json").write_text(json.dumps({**config, "ladder_layers": value}))
+    assert str(convert(str(tmp_path / "paper"), tmp_path / "out")) == wiring
+    tokens = torch.tensor([PROMPT])
+    expected = ladder.hf.rewire(make("llama-3"), wiring)(tokens).logits
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits, expected)
+    inside = ladder.hf.rewire(LlamaForCausalLM.from_pretrained(tmp_path / "paper"))  # as its config says
+    assert torch.equal(inside(tokens).logits, expected) and inside.config.wiring == wiring
+
+
+def test_nothing_runs_it_as_the_standard_model(source: Path, tmp_path: Path) -> None:
+    convert(str(source), tmp_path / "out", "ladder")
+    for name in ("AutoModelForCausalLM", "LlamaForCausalLM", "AutoConfig", "LlamaConfig"):
+        program = f"import transformers; transformers.{name}.from_pretrained({str(tmp_path / 'out')!r})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 1 and "`ladder`" in done.stderr, done.stderr
+    with pytest.raises(Exception, match="vocab_size"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def damaged(source: Path, what: str) -> None:
+    weights, config = source / "model.safetensors", source / "config.json"
+    match what:
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case "gone":
+            weights.unlink()
+        case "pickled":
+            weights.rename(source / "pytorch_model.bin")
+        case "missing shard":
+            (source / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+        case "wrong index":
+            (source / INDEX).write_text(json.dumps({"weight_map": {"nothing.weight": "model.safetensors"}}))
+        case "outside":
+            (source / INDEX).write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+        case _:
+            config.write_text(json.dumps({**json.loads(config.read_text()), **json.loads(what)}))
+
+
+@pytest.mark.parametrize("what, wiring, message", [
+    ("cut", "ladder", "is damaged"),
+    ("gone", "ladder", "no such file"),
+    ("pickled", "ladder", "must be saved as safetensors first"),
+    ("missing shard", "ladder", "no such file"),
+    ("wrong index", "ladder", "which does not have it"),
+    ("outside", "ladder", "not a file of that folder"),
+    ('{"model_type": "t5"}', "ladder", "unknown model family 't5': known are llama, .*bloom; a new one needs a row"),
+    ('{"num_hidden_layers": "many"}', "ladder", "cannot be read as llama"),
+    ('{"quantization_config": {"quant_method": "gptq"}}', "ladder", "quantized"),
+    ('{"model_type": "bloom", "apply_residual_connection_post_layernorm": true}', "ladder", "cannot be wired"),
+    ('{"model_type": "gpt2", "add_cross_attention": true}', "ladder", "cannot be wired"),
+    ("{}", "rope", "unknown wiring 'rope'"),
+    ("{}", "ladder:9", "more than the model's 4 layers"),
+    ("{}", None, "no wiring: name one"),
+])  # fmt: skip
+def test_refused(source: Path, tmp_path: Path, what: str, wiring: str | None, message: str) -> None:
+    damaged(source, what)
+    with pytest.raises(LadderError, match=message):
+        convert(str(source), tmp_path / "out", wiring)
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(source), tmp_path / "out", "ladder", progress=stop)
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+    (tmp_path / "out").mkdir()
+    convert(str(source), tmp_path / "out", "ladder")  # an empty folder is as good as none
+    with pytest.raises(LadderError, match="is there already"):
+        convert(str(source), tmp_path / "out", "ladder")
+
+
+def test_from_the_hub(source: Path, tmp_path: Path) -> None:
+    """What is asked of the hub, and that what it sends is moved, not copied."""
+    asked: list[Any] = []
+
+    def download(model: str, *, revision: str | None, local_dir: Path, allow_patterns: list[str]) -> None:
+        asked.append((model, revision, "config.json" in allow_patterns))
+        for file in source.iterdir():
+            os.link(file, local_dir / file.name)
+
+    with patch("ladder.hf.convert.snapshot_download", download):
+        convert("org/name", tmp_path / "out", "ladder", revision="main")
+    assert asked == [("org/name", "main", True)]
+    assert (tmp_path / "out/model.safetensors").stat().st_ino == (source / "model.safetensors").stat().st_ino
+    assert "base_model: org/name" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(LadderError, match="no such model directory"):
+        convert("nowhere", tmp_path / "other", "ladder")
+
+
+def test_memory_does_not_grow_with_the_checkpoint(source: Path, tmp_path: Path) -> None:
+    """One gigabyte, most of it a hole in the file, and a process that holds far less than that."""
+    header = json.dumps({"big": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]}}).encode()
+    with (source / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 30))
+    program = (
+        "import resource, ladder.hf.convert as c; from pathlib import Path; "
+        "begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        f"c.convert({str(source)!r}, Path({str(tmp_path / 'out')!r}), 'ladder'); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100 << 10  # KiB
+    assert (tmp_path / "out/model.safetensors").stat().st_size > 1 << 30
