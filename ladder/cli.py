@@ -238,7 +238,9 @@ class EvalOptions:
     model: tuple[str, ...] = argument(
         "Directories or models of the hub; the first is what the others are compared with."
     )
-    wiring: tuple[str, ...] = option((), "Evaluate every model under this wiring (may be given several times); default: its own.")
+    wiring: tuple[str, ...] = option(
+        (), "Put every model under this wiring (may be given several times); default: its own."
+    )
     task: tuple[str, ...] = option((), "A task of lm-eval, a .yaml task or a .jsonl file (may be given several times).")
     text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
     source: str | None = option(None, "The model that KL and greedy agreement are measured against.")
