@@ -243,3 +243,37 @@ def test_a_bar_on_a_terminal(model: Path) -> None:
     os.close(theirs)
     assert b"loading weights" in os.read(ours, 100_000)
     os.close(ours)
+
+
+def test_eval(run: Run, model: Path, tmp_path: Path) -> None:
+    """Two wirings side by side, on a text and on a local task: as JSON, and as a table."""
+    (tmp_path / "book.txt").write_text("Never wait for the network. " * 20)
+    rows = [
+        {"query": "Never", "choices": ["wait", "sleep"], "gold": 0},
+        {"query": "A", "choices": ["b", "c"], "gold": 1},
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--wiring", "standard", "--wiring", "ladder", "--source", model]
+    flags += ["--text", tmp_path / "book.txt", "--task", tmp_path / "mine.jsonl"]
+    status, out, err = run("eval", model, *flags, "--json")
+    assert (status, err) == (0, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    measures = ["perplexity", "kl", "greedy_agreement", "mine/acc", "mine/acc_norm"]
+    assert [(line["wiring"], line["measure"]) for line in lines] == [
+        (wiring, measure) for wiring in ("standard", "ladder") for measure in measures
+    ]
+    assert lines[1]["value"] == pytest.approx(0, abs=1e-6) and lines[6]["value"] > 0.01
+    status, out, _ = run("eval", model, *flags)
+    assert status == 0 and all(measure in out for measure in measures)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ((), "nothing to measure"),
+    (("--text", "nowhere.txt"), "no such file: nowhere.txt"),
+    (("--task", "no_such_task.jsonl"), "no such file"),
+    (("--text", __file__, "--wiring", "rope"), "unknown wiring 'rope'"),
+    (("--text", __file__, "--device", "moon"), "unknown device 'moon'"),
+])  # fmt: skip
+def test_eval_refuses(run: Run, model: Path, flags: tuple[str, ...], message: str) -> None:
+    status, out, err = run("eval", model, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1) and message in err

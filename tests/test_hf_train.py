@@ -1,6 +1,7 @@
 """Training wired transformers models with the ecosystem's own tools: Trainer, PEFT, accelerate, half precision."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import ladder.hf
+from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.hf import restale, rewire
 from tests.hosts import LAYERS, host, oracle
@@ -122,6 +124,11 @@ def test_staleness_is_saved_and_compiled_once(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert torch.equal(loaded(tokens()).logits, expected)
+    with pytest.raises(LadderError, match="adaptation is not finished"):  # the engine knows no half ways
+        ModelConfig.from_directory(tmp_path)
+    restale(loaded, 1)
+    loaded.save_pretrained(tmp_path)
+    assert str(ModelConfig.from_directory(tmp_path).wiring) == "ladder"
     model = rewire(host("llama", use_cache=False), "ladder", 0.5)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.compiler.set_stance("default"):
@@ -171,6 +178,12 @@ def test_copies_are_their_own() -> None:
     rewire(other, "standard")
     assert torch.equal(model(tokens()).logits, expected) and model.config.wiring == "ladder"
     assert torch.equal(other(tokens()).logits, host("llama")(tokens()).logits)
+
+
+def test_configs_are_pickled() -> None:
+    config = rewire(host("llama"), "ladder", 0.5).config
+    again = pickle.loads(pickle.dumps(config))
+    assert type(again) is type(config) and again.to_json_string() == config.to_json_string()
 
 
 def test_a_wrapped_model_is_rewired_inside() -> None:

@@ -155,6 +155,8 @@ class ModelConfig:
         raw = {**family.defaults, **raw}
         if raw.get("quantization_config"):
             raise LadderError("quantized weights are not supported: save the model in bfloat16 or float32 first")
+        if raw.get("staleness") not in (None, 1):
+            raise LadderError("its adaptation is not finished: the layers' staleness is not 1 yet")
         if raw.get("hidden_act", "silu") != "silu":
             raise LadderError(f"activation {raw['hidden_act']!r} is not supported: only silu is")
         layers, heads = whole_number(raw, "num_hidden_layers"), whole_number(raw, "num_attention_heads")

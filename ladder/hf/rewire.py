@@ -27,7 +27,7 @@ def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Se
     elif isinstance(wiring, str):
         wiring = Wiring.parse(wiring, layers)
     wire_layers(inner, wiring, staleness)
-    set_wiring(inner.config, wiring, staleness if isinstance(staleness, float) else list(staleness))
+    set_wiring(inner.config, wiring, _plain(staleness))
     return model
 
 
@@ -36,4 +36,10 @@ def restale(model: Any, staleness: float | Sequence[float]) -> None:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     set_staleness(inner, staleness)
     wiring = wiring_of(vars(inner.config), inner.config.num_hidden_layers)
-    set_wiring(inner.config, wiring, staleness if isinstance(staleness, float) else list(staleness))
+    set_wiring(inner.config, wiring, _plain(staleness))
+
+
+def _plain(staleness: float | Sequence[float]) -> float | list[float]:
+    """As config.json can hold it: one number where all are the same."""
+    values = [float(staleness)] if isinstance(staleness, int | float) else [float(value) for value in staleness]
+    return values[0] if len(set(values)) == 1 else values
