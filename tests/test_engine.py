@@ -265,10 +265,10 @@ def test_a_slow_reader_is_no_failure(pair: LLM, solo: LLM) -> None:
     tokens: list[int] = []
     for number, chunk in enumerate(pair.stream([[3, 4]], SamplingParams(30))):
         tokens += chunk.token_ids
-        if number in (0, 20):
+        if number == 20:
             time.sleep(5.0)
     assert tokens == solo.generate([[3, 4]], SamplingParams(30))[0].token_ids
-    time.sleep(10.0)  # longer, too, than the ranks would wait for each other
+    time.sleep(5.0)  # and nothing to do at all
     assert pair.generate([[3]], SamplingParams(2)) == solo.generate([[3]], SamplingParams(2))
 
 

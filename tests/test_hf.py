@@ -138,7 +138,10 @@ def count_calls(model: Any) -> Any:
     return total
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# one of each kind of layer; the others' differ by what is inside their sub-blocks
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "granite", "olmo2", "mixtral", "gpt2", "gpt_neox", "falcon", "bloom"]
+)
 def test_compile(name: str) -> None:
     """One graph, without a break. What code becomes of it is the compiler's business: it makes none here, and one
     graph with its gradients. (transformers' experts have no such graph on the CPU, wired or not.)

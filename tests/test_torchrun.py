@@ -146,7 +146,6 @@ def test_two_nodes(model: Path, answers: list[dict[str, object]]) -> None:
 
 @pytest.mark.parametrize("more, message", [
     ("--tp 4", "tp is 4, but torchrun started 2 ranks: leave out --tp"),
-    ("--prompts-file nowhere.txt", "no such file: nowhere.txt"),
     ("--wiring rope", "unknown wiring 'rope'"),
 ])  # fmt: skip
 def test_bad_input(model: Path, more: str, message: str) -> None:
