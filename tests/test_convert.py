@@ -116,6 +116,7 @@ def test_shards_are_copied_and_wired_ones_rewired(tmp_path: Path) -> None:
     convert(str(tmp_path / "two"), tmp_path / "back", "standard")
     wirings = [AutoModelForCausalLM.from_pretrained(tmp_path / name).config for name in ("one", "two", "same")]
     assert [config.wiring for config in wirings] == ["ladder", "standard:2 ladder:2", "ladder"]
+    assert all(config.architectures == ["LlamaForCausalLM"] for config in wirings)
     tokens = torch.tensor([PROMPT])
     back = LlamaForCausalLM.from_pretrained(tmp_path / "back")
     assert torch.equal(back(tokens).logits, make("llama-3")(tokens).logits)
@@ -130,8 +131,9 @@ def test_the_papers_configs(value: Any, wiring: str, tmp_path: Path) -> None:
     tokens = torch.tensor([PROMPT])
     expected = ladder.hf.rewire(make("llama-3"), wiring)(tokens).logits
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits, expected)
-    inside = ladder.hf.rewire(LlamaForCausalLM.from_pretrained(tmp_path / "paper"))  # as its config says
-    assert torch.equal(inside(tokens).logits, expected) and inside.config.wiring == wiring
+    for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+        inside = kind.from_pretrained(tmp_path / "paper")
+        assert torch.equal(inside(tokens).logits, expected) and inside.config.wiring == wiring
 
 
 def test_nothing_runs_it_as_the_standard_model(source: Path, tmp_path: Path) -> None:
@@ -209,6 +211,20 @@ def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None
     convert(str(source), tmp_path / "out", "ladder")  # an empty folder is as good as none
     with pytest.raises(LadderError, match="is there already"):
         convert(str(source), tmp_path / "out", "ladder")
+
+
+def test_odd_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LadderError, match="is a file"):
+        convert(str(source), tmp_path / "file" / "x", "ladder")
+    for name in ("empty", "target"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    convert(str(source), tmp_path / "link", "ladder")
+    assert (tmp_path / "target/config.json").exists()
+    monkeypatch.chdir(tmp_path / "empty")
+    convert(str(source), Path(), "ladder")
+    assert (tmp_path / "empty/config.json").exists()
 
 
 def test_from_the_hub(source: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ladder.hf
 from ladder.config import ModelConfig
@@ -97,6 +97,54 @@ def test_staleness_leads_from_standard_to_the_wiring() -> None:
     for wrong in (-0.1, 1.5, [0.5], [0.1, 0.2, 0.3, 7.0]):
         with pytest.raises(LadderError, match="staleness"):
             restale(model, wrong)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "falcon", "falcon-two-norms", "olmo2"])
+@pytest.mark.parametrize("wiring", ["ladder", "ladder-2"])
+def test_staleness_begins_with_the_model_as_it_was_born(name: str, wiring: str) -> None:
+    model = rewire(host(name), wiring, 0.0)
+    assert close(model(tokens()).logits, host(name)(tokens()).logits, 1e-5)
+    restale(model, torch.tensor(1.0))  # type: ignore[arg-type]
+    assert close(model(tokens()).logits, rewire(host(name), wiring)(tokens()).logits, 1e-5)
+
+
+def test_a_refused_rewiring_changes_nothing() -> None:
+    model = host("llama")
+    for wrong in (7, [0.5, 0.5]):
+        with pytest.raises(LadderError, match="staleness"):
+            rewire(model, "ladder", wrong)
+    assert torch.equal(model(tokens()).logits, host("llama")(tokens()).logits)
+
+
+def test_a_config_that_names_a_wiring_makes_a_wired_model(tmp_path: Path) -> None:
+    """By whatever class, from a directory or from nothing; and a shared config stays what it was for the other."""
+    model = rewire(host("llama"), "ladder")
+    expected = model(tokens()).logits
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    found = LlamaForCausalLM.from_pretrained(tmp_path, config=config, attn_implementation="eager")
+    assert torch.equal(found(tokens()).logits, expected)
+    for made in (
+        LlamaForCausalLM(model.config),
+        AutoModelForCausalLM.from_config(LlamaConfig(**model.config.to_dict())),
+    ):
+        made.load_state_dict(model.state_dict())
+        assert close(made.eval()(tokens()).logits, expected, 1e-5) and made.config.wiring == "ladder"
+    shared = host("llama").config
+    one, other = LlamaForCausalLM(shared), LlamaForCausalLM(shared)
+    rewire(one, "ladder")
+    assert other.config is shared and not hasattr(shared, "wiring") and one.config.wiring == "ladder"
+
+
+def test_an_adapter_does_not_find_weights_that_are_wired_otherwise(tmp_path: Path) -> None:
+    """A model rewired in memory lies nowhere; its adapter must not be put on what lies where it came from."""
+    host("llama").save_pretrained(tmp_path / "plain")
+    base = rewire(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), "ladder")
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4))
+    with pytest.warns(UserWarning, match="rewired in memory"):
+        model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(Exception, match="rewired in memory"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 
 def test_staleness_by_the_formula() -> None:

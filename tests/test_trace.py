@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ladder.bench.lanes import Span, Step
+from ladder.cli import main
 
 SIGNATURE = b"\x89PNG"
 
@@ -66,9 +67,14 @@ def test_trace(tmp_path: Path) -> None:
         ("--model nowhere", "no such model directory"),
     ],
 )
-def test_refused(flags: str, message: str, tmp_path: Path) -> None:
-    done = run("--out", tmp_path / "out", *flags.split())
-    assert done.returncode == 2 and done.stdout == "" and message in done.stderr and done.stderr.count("\n") == 1
+def test_refused(
+    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ladder", "trace", "--out", str(tmp_path / "out"), *flags.split()])
+    with pytest.raises(SystemExit) as left:
+        main()
+    out, err = capsys.readouterr()
+    assert (left.value.code, out, err.count("\n")) == (2, "", 1) and message in err
     assert not (tmp_path / "out").exists()
 
 

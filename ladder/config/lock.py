@@ -13,16 +13,17 @@ from ladder.wiring import Wiring
 WIRED_MODEL_TYPE = "ladder"
 WIRED_ARCHITECTURE = "LadderForCausalLM"
 _LOCKED, _KEPT = "vocab_size", "ladder_vocab_size"
+_CLASSES, _KEPT_CLASSES = "architectures", "base_architectures"
 
 
 def locked(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A plain config.json with the key `wiring`, made one that only software with wirings reads."""
     wired = {
-        "architectures": [WIRED_ARCHITECTURE],
+        _CLASSES: [WIRED_ARCHITECTURE],
         "model_type": WIRED_MODEL_TYPE,
         "base_model_type": raw["model_type"],
     }
-    return {**raw, **wired, _LOCKED: None, _KEPT: raw[_LOCKED]}
+    return {**raw, **wired, _LOCKED: None, _KEPT: raw[_LOCKED], _KEPT_CLASSES: raw.get(_CLASSES)}
 
 
 def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("model_type") != WIRED_MODEL_TYPE:
         return raw
     raw["model_type"] = raw.pop("base_model_type", None)
-    raw.pop("architectures", None)
+    raw[_CLASSES] = raw.pop(_KEPT_CLASSES, None)
     if _KEPT in raw:
         raw[_LOCKED] = raw.pop(_KEPT)
     if raw.get("wiring") is None and raw.get("ladder_layers") is None:

@@ -46,6 +46,9 @@ def convert(
 
     Without `wiring`: the one that the source's config names already (`wiring`, or the paper's `ladder_layers`).
     """
+    out = out.resolve()
+    if not _existing(out).is_dir():
+        raise LadderError(f"{out} cannot be made: {_existing(out)} is a file")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LadderError(f"{out} is there already: name a new folder")
     source = Path(model)
@@ -125,10 +128,11 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     wiring = wiring_of(raw, layers) if pattern is None else Wiring.parse(pattern, layers)
     if pattern is None and wiring.is_standard:
         raise LadderError("no wiring: name one, as in --wiring ladder or --wiring 'standard:16 ladder:16'")
-    gone = ("wiring", "ladder_layers", "staleness", "auto_map")
+    gone = ["wiring", "ladder_layers", "auto_map"]
+    if pattern is not None:
+        gone.append("staleness")  # of the wiring that was
     plain = {key: value for key, value in raw.items() if key not in gone}
     plain.setdefault("vocab_size", config.vocab_size)
-    plain.setdefault("architectures", [])
     return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring
 
 

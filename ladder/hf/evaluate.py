@@ -192,7 +192,10 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
     if words is not None and len(tokens) < 2:
         raise LadderError(f"the text has {len(tokens)} tokens for {arm.model}: at least 2 are needed")
     length = checked_window(config, window)
-    return _Ready(arm, str(wiring), rewired, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
+    label = str(wiring)
+    if arm.wiring is None and (staleness := getattr(config, "staleness", 1.0)) != 1.0:
+        label += f", staleness {staleness}"
+    return _Ready(arm, label, rewired, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
 
 
 def _load(each: _Ready, device: str, dtype: str) -> Any:

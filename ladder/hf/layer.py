@@ -37,6 +37,7 @@ class Place:
     config: Any  # transformers'
     names: tuple[str, ...]  # of the layer's arguments after the stream
     accepted: frozenset[str] | None  # the arguments of the attention; None: any
+    parallel: bool  # by birth
 
     @classmethod
     def of(
@@ -47,7 +48,7 @@ class Place:
         attention = inspect.signature(type(layer.get_submodule(family.attention.block)).forward).parameters.values()
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in attention)
         accepted = None if takes_any else frozenset(parameter.name for parameter in attention)
-        return cls(family, wiring, index, config, names, accepted)
+        return cls(family, wiring, index, config, names, accepted, family.parallel(config))
 
 
 class WiredLayer(nn.Module):
@@ -67,18 +68,22 @@ class WiredLayer(nn.Module):
         return (found, output[-1]) if self.place.family.answers else found
 
     def forward(self, agreed: Tensor, *sums: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
-        """The whole stream, then what `Carried` has of it, then the attention weights."""
+        """The whole stream, then what `Carried` has of it, then the attention weights where the family answers them."""
         family, (attention, mlp) = self.place.family, self.place.wiring
         stream = ResidualStream(Solo(), agreed, sums)
         x = self._before(family.attention, stream.read(attention.lag, self.staleness))
         if self.place.accepted is not None:
             named = {name: value for name, value in named.items() if name in self.place.accepted}
         y, weights, *_ = self._block(family.attention, x, named)
-        stream.write(self._after(family.attention, y), attention.out)
-        x = self._before(family.mlp, stream.read(mlp.lag, self.staleness))
+        y = self._after(family.attention, y)
+        stream.write(y, attention.out)
+        x = stream.read(mlp.lag, self.staleness)
+        if self.staleness is not None and mlp.lag and self.place.parallel:
+            x = x - (1 - self.staleness) * y  # which an MLP that was born beside its attention never saw
+        x = self._before(family.mlp, x)
         stream.write(self._after(family.mlp, self._block(family.mlp, x, {})), mlp.out)
         agreed, left = stream.rest()
-        return stream.read(lag=0), agreed, *left, weights
+        return stream.read(lag=0), agreed, *left, weights if family.answers else None
 
     def _before(self, branch: Branch, x: Tensor) -> Tensor:
         for name in branch.before:
@@ -88,7 +93,9 @@ class WiredLayer(nn.Module):
 
     def _block(self, branch: Branch, x: Tensor, named: dict[str, Any]) -> Any:
         block = getattr(self, branch.block)
-        return block(x, x.new_zeros(()), **named) if self.place.family.adds else block(x, **named)
+        if self.place.family.adds:
+            return block(x, x.new_zeros(()), **named)
+        return block(hidden_states=x, **named) if branch is self.place.family.attention else block(x)
 
     def _after(self, branch: Branch, y: Tensor) -> Tensor:
         for name in branch.after:

@@ -5,7 +5,7 @@ hears `llama`. In config.json it says `ladder`, and without this package nothing
 """
 
 import json
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from transformers import (
@@ -13,17 +13,25 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from ladder.config.lock import WIRED_MODEL_TYPE, locked, unlocked, wiring_of
-from ladder.hf.families import family
+from ladder.hf.families import FAMILIES, family
 from ladder.hf.wire import wire_layers
 from ladder.wiring import Wiring
 
-AUTO = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
+AUTO = (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+)
 
 
 class WiredConfig(PreTrainedConfig):
@@ -59,14 +67,6 @@ class LadderConfig(PreTrainedConfig):
         return wired_config(own).from_dict(config_dict, **kwargs)
 
 
-class WiredModel(PreTrainedModel):
-    """Stands before a model's class: wired from the start, as its config says."""
-
-    def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
-        super().__init__(config, *arguments, **named)
-        wire_layers(self, wiring_of(vars(config), config.num_hidden_layers), getattr(config, "staleness", 1.0))
-
-
 @cache
 def wired_config(own: Any) -> Any:
     """A family's config class made wired, and known to AutoModel and its like."""
@@ -76,7 +76,7 @@ def wired_config(own: Any) -> Any:
             model: Any = auto._model_mapping[own]
             # transformers translates the names of old weights only for classes that it takes for its own
             space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
-            auto.register(wired, type(model.__name__, (WiredModel, model), space))
+            auto.register(wired, type(model.__name__, (model,), space))
     return wired
 
 
@@ -100,4 +100,30 @@ def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float]) -> N
 
 
 def register() -> None:
+    """Teach transformers: the name in config.json, and that a model whose config names a wiring is made wired, by
+    whatever class or way it is made.
+    """
     AutoConfig.register(WIRED_MODEL_TYPE, LadderConfig, exist_ok=True)
+    own = PreTrainedModel.post_init
+    if getattr(own, "wires", False):
+        return
+
+    @wraps(own)
+    def post_init(model: Any) -> None:
+        own(model)
+        wire_as_configured(model)
+
+    post_init.wires = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = post_init
+
+
+def wire_as_configured(model: Any) -> None:
+    """Wire a model that has just been made, if its config names a wiring: ours, or the paper's `ladder_layers`."""
+    config = model.config
+    named = vars(config)
+    if named.get("wiring") is None and named.get("ladder_layers") is None:
+        return
+    if config.model_type in FAMILIES and hasattr(model.base_model, FAMILIES[config.model_type].layers):
+        wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
+        wire_layers(model, wiring, staleness)
+        set_wiring(config, wiring, staleness)

@@ -1,33 +1,47 @@
 """One call: a loaded transformers model becomes a wired one."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
+from ladder.hf.layer import WiredLayer
 from ladder.hf.register import set_wiring
-from ladder.hf.wire import set_staleness, wire_layers
+from ladder.hf.wire import set_staleness, staleness_of, wire_layers
 from ladder.wiring import Wiring
 
 
-def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Sequence[float] = 1.0) -> Any:
+def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Sequence[float] | None = None) -> Any:
     """Wire a loaded model in place, same parameters, same names; returns it.
 
-    Without `wiring`: as its config says (`wiring`, or the paper's `ladder_layers`). Where a family was born parallel
-    (GPT-NeoX, Falcon), a `standard` layer stays as it was born. One that has been wired may be wired anew.
+    Without `wiring`: as its config says (`wiring`, or the paper's `ladder_layers`, and `staleness`). Where a family was
+    born parallel (GPT-NeoX, Falcon), a `standard` layer stays as it was born. A wired model may be wired anew.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapping
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
-    layers = inner.config.num_hidden_layers
+    config = inner.config
+    before = wiring_of(vars(config), config.num_hidden_layers)
     if wiring is None:
-        wiring = wiring_of(vars(inner.config), layers)
+        staleness = getattr(config, "staleness", 1.0) if staleness is None else staleness
+        wiring = before
     elif isinstance(wiring, str):
-        wiring = Wiring.parse(wiring, layers)
+        wiring = Wiring.parse(wiring, config.num_hidden_layers)
+    staleness = 1.0 if staleness is None else staleness
     wire_layers(inner, wiring, staleness)
-    set_wiring(inner.config, wiring, _plain(staleness))
+    own = copy.deepcopy(config)  # another model may have been made of the same object
+    for module in inner.modules():
+        if getattr(module, "config", None) is config:
+            module.config = own
+        if isinstance(module, WiredLayer):
+            module.place = replace(module.place, config=own)
+    set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers))
+    if wiring != before:  # an adapter that is saved must not find its way to weights that are wired otherwise
+        inner.name_or_path = f"{inner.name_or_path or 'a model'}, rewired in memory: save it, and load that"
     return model
 
 
@@ -35,11 +49,11 @@ def restale(model: Any, staleness: float | Sequence[float]) -> None:
     """Change how stale a wired model's layers are, from 0 (reads everything) to 1 (its wiring); one for all or each."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     set_staleness(inner, staleness)
-    wiring = wiring_of(vars(inner.config), inner.config.num_hidden_layers)
-    set_wiring(inner.config, wiring, _plain(staleness))
+    layers = inner.config.num_hidden_layers
+    set_wiring(inner.config, wiring_of(vars(inner.config), layers), _plain(staleness, layers))
 
 
-def _plain(staleness: float | Sequence[float]) -> float | list[float]:
+def _plain(staleness: float | Sequence[float], layers: int) -> float | list[float]:
     """As config.json can hold it: one number where all are the same."""
-    values = [float(staleness)] if isinstance(staleness, int | float) else [float(value) for value in staleness]
+    values = staleness_of(staleness, layers)
     return values[0] if len(set(values)) == 1 else values

@@ -19,6 +19,7 @@ def wire_layers(model: Any, wiring: Wiring, staleness: float | Sequence[float] =
     layers = layers_of(model)
     if len(wiring.layers) != len(layers):
         raise LadderError(f"the wiring is for {len(wiring.layers)} layers, the model has {len(layers)}")
+    staleness_of(staleness, len(layers))  # refused before anything is changed
     if row.answers and not any(hook is show for hook in model.base_model._forward_hooks.values()):
         model.base_model.register_forward_hook(show)
     born = ROWS["parallel"] if row.parallel(config) else None
@@ -42,14 +43,25 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 
 def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
-    """How much of what its wiring leaves out each layer does leave out: 1 is the wiring, 0 the standard model."""
+    """How much of what its wiring leaves out each layer does leave out: 1 is the wiring, 0 the model as it was born.
+    (`parallel` leaves nothing of the stream out: it has no way between.)
+    """
     layers = layers_of(model)
-    values = [float(staleness)] * len(layers) if isinstance(staleness, int | float) else [float(s) for s in staleness]
-    if len(values) != len(layers):
-        raise LadderError(f"{len(values)} values of staleness for {len(layers)} layers")
-    if any(not 0 <= value <= 1 for value in values):
-        raise LadderError(f"staleness must be from 0 to 1, not {next(v for v in values if not 0 <= v <= 1)}")
+    values = staleness_of(staleness, len(layers))
+    if not all(isinstance(layer, WiredLayer) for layer in layers):
+        raise LadderError("the model is not wired: rewire it first")
     for layer, value in zip(layers, values, strict=True):
-        if not isinstance(layer, WiredLayer):
-            raise LadderError("the model is not wired: rewire it first")
         set_layer_staleness(layer, value)
+
+
+def staleness_of(staleness: float | Sequence[float], layers: int) -> list[float]:
+    """One value a layer, from one for all or from one each."""
+    try:
+        values = [float(staleness)] * layers  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        values = [float(value) for value in staleness]  # type: ignore[union-attr]
+    if len(values) != layers:
+        raise LadderError(f"{len(values)} values of staleness for {layers} layers")
+    if wrong := [value for value in values if not 0 <= value <= 1]:
+        raise LadderError(f"staleness must be from 0 to 1, not {wrong[0]}")
+    return values
