@@ -25,6 +25,7 @@ from rich.progress import (
 from rich.table import Table
 
 from ladder import __version__
+from ladder.config.fields import read_text
 from ladder.engine.options import EngineOptions, SamplingParams, argument, option
 from ladder.errors import LadderError, RankError
 
@@ -55,7 +56,7 @@ class Prompts:
         """Every prompt: the texts, the file's lines, the ids."""
         prompts: list[str | list[int]] = [*self.prompt]
         if self.prompts_file is not None:
-            lines = [line.rstrip("\r") for line in _read_text(self.prompts_file).split("\n") if line.strip()]
+            lines = [line.rstrip("\r") for line in read_text(self.prompts_file).split("\n") if line.strip()]
             if not lines:
                 raise LadderError(f"{self.prompts_file} has no prompts: write one per line")
             prompts += lines
@@ -66,15 +67,6 @@ class Prompts:
         if not prompts:
             raise LadderError("no prompt: give --prompt, --prompts-file or --token-ids")
         return prompts
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except FileNotFoundError:
-        raise LadderError(f"no such file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LadderError(f"{path} cannot be read: {error}") from None
 
 
 def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:

@@ -213,6 +213,31 @@ def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None
         convert(str(source), tmp_path / "out", "ladder")
 
 
+def test_half_adapted_ones_stay_so(tmp_path: Path) -> None:
+    """Without another wiring, the staleness is kept; with one, it begins anew."""
+    model = ladder.hf.rewire(make("llama-3"), "ladder", 0.25)
+    model.save_pretrained(tmp_path / "source")
+    convert(str(tmp_path / "source"), tmp_path / "same")
+    convert(str(tmp_path / "source"), tmp_path / "other", "parallel")
+    tokens = torch.tensor([PROMPT])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "same")(tokens).logits, model(tokens).logits)
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "other").config, "staleness")
+
+
+def test_no_room(source: Path, tmp_path: Path) -> None:
+    with patch("ladder.hf.convert.shutil.disk_usage") as usage, pytest.raises(LadderError, match="GB left"):
+        usage.return_value.free = 1000
+        convert(str(source), tmp_path / "out", "ladder")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", [OSError, lambda *_: 0])
+def test_a_disk_that_cannot_copy_by_itself(source: Path, tmp_path: Path, way: Any) -> None:
+    with patch("os.copy_file_range", side_effect=way):
+        convert(str(source), tmp_path / "out", "ladder")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 def test_odd_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LadderError, match="is a file"):

@@ -358,7 +358,7 @@ def test_refused_models(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ("no such file", arm, {"text": tmp_path / "missing"}),
         ("is empty", arm, {"text": empty}),
         ("at least 2 are needed", arm, {"text": short}),
-        ("not a text", arm, {"text": binary}),
+        ("cannot be read", arm, {"text": binary}),
         ("window is 65 tokens", arm, {"text": text, "window": 65}),
         ("window is 0 tokens", arm, {"text": text, "window": 0}),
         ("batch is 0", arm, {"text": text, "batch": 0}),
@@ -375,7 +375,7 @@ def test_refused_models(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ("no such directory of tasks", arm, {"tasks": ["x"], "tasks_dir": tmp_path / "missing"}),
     ]
     if not torch.cuda.is_available():
-        cases.append(("there is no CUDA", arm, {"text": text, "device": "cuda"}))
+        cases.append(("is not there: this machine has 0 CUDA devices", arm, {"text": text, "device": "cuda"}))
     for sentence, arms, options in cases:
         with pytest.raises(LadderError, match=re.escape(sentence)):
             evaluate(arms, **options)

@@ -251,6 +251,36 @@ def test_while_it_loads(model: Path, harm: Callable[[], object], message: str) -
     assert rank_pids() == []
 
 
+def count_threads(out: Path, rank: int, *arguments: Any) -> None:
+    """`run_rank`, which leaves a note of how many threads a step has."""
+    original = Core.step
+    patch.object(Core, "step", lambda core: (out.write_text(str(torch.get_num_threads())), original(core))[1]).start()
+    run_rank(rank, *arguments)
+
+
+def test_ranks_do_not_fight_for_cores(model: Path, answer: list[int], tmp_path: Path) -> None:
+    with ranks(model, answer, partial(count_threads, tmp_path / "threads")):
+        assert int((tmp_path / "threads").read_text()) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_a_caller_whose_progress_raises(model: Path) -> None:
+    """It is the watch that tells the progress: it must not end without a word."""
+
+    def progress(count: int) -> None:
+        raise ZeroDivisionError("the caller's own")
+
+    with pytest.raises(ZeroDivisionError, match="the caller's own"):
+        Processes(Opened(EngineOptions(model, tp=2)), progress)
+    assert rank_pids() == []
+
+
+def test_a_script_without_a_guard_is_told(model: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from ladder import LLM\nwith LLM({str(model)!r}, tp=2) as llm:\n    pass\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1 and "under if __name__ == '__main__'" in done.stderr.splitlines()[-1], done.stderr
+
+
 def test_bad_weights_are_the_users_business(tmp_path: Path) -> None:
     """They are found by the rank whose shard has them, and the answer is the same as in one process."""
     tiny(tmp_path)

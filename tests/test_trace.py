@@ -64,6 +64,7 @@ def test_trace(tmp_path: Path) -> None:
         ("--wiring ladder:3", "covers 3 layers"),
         ("--link slow", "unknown link 'slow'"),
         ("--batch 0", "batch must be at least 1"),
+        ("--context 100000", "context 100000 is more than the model's"),
         ("--model nowhere", "no such model directory"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reading config.json: every value is what it must be, or one sentence says why not."""
+"""Reading files: every value is what it must be, or one sentence says why not."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from ladder.errors import LadderError
+
+
+def read_text(path: Path) -> str:
+    """A file's text, or one sentence that says why not."""
+    try:
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+    except FileNotFoundError:
+        raise LadderError(f"no such file: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LadderError(f"{path} cannot be read: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,12 @@ def _convert(
 def _copy(old: Path, new: Path) -> Iterator[int]:
     """In pieces, whose sizes it tells; inside the system where that can do it, else through a buffer."""
     with old.open("rb", buffering=0) as source, new.open("xb") as target:
-        try:
+        with suppress(AttributeError, OSError):  # another system, or another kind of disk
             while count := os.copy_file_range(source.fileno(), target.fileno(), BUFFER):
                 yield count
-        except (AttributeError, OSError):  # another system, or another kind of disk
-            while piece := source.read(BUFFER):
-                target.write(piece)
-                yield len(piece)
+        while piece := source.read(BUFFER):  # what is left: nothing, or all
+            target.write(piece)
+            yield len(piece)
 
 
 def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], Wiring]:

@@ -24,17 +24,17 @@ import torch
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ladder.config import DTYPES
 from ladder.config.lock import wiring_of
+from ladder.engine.requests import device as find_device
 from ladder.errors import LadderError
 from ladder.hf.families import family
 from ladder.hf.harness import Harness, Progress, reason
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
-from ladder.hf.register import WiredConfig
 from ladder.hf.rewire import rewire
 from ladder.wiring import Wiring
 
 _LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub", "accelerate")
-_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class _Ready:
 
     arm: Arm
     wiring: str
-    rewired: bool  # its config alone would not do it
     tokenizer: Any
     vocabulary: int
     window: int
@@ -92,7 +91,9 @@ def evaluate(
     for name, value, least in (("batch", batch, 1), ("limit", limit, 1), ("shots", shots, 0)):
         if value is not None and value < least:
             raise LadderError(f"{name} is {value}: it must be at least {least}")
-    _check_device(device, dtype)
+    if dtype not in ("auto", *DTYPES):
+        raise LadderError(f"unknown dtype {dtype!r}: known are auto, {', '.join(DTYPES)}")
+    find_device(device)
     tell = progress or (lambda done, total, what: None)
     with _quiet():
         words = None if text is None else read(Path(text))
@@ -153,17 +154,6 @@ def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimat
         yield row | dict(zip(("difference", "difference_stderr", "paired"), difference, strict=True))
 
 
-def _check_device(device: str, dtype: str) -> None:
-    if dtype not in _DTYPES:
-        raise LadderError(f"unknown dtype {dtype!r}: known are {', '.join(_DTYPES)}")
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise LadderError(f"unknown device {device!r}: write for example cpu, cuda or cuda:1") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise LadderError(f"device {device!r}: there is no CUDA here")
-
-
 def _pretrained(auto: Any, name: str, **options: Any) -> Any:
     local = Path(name).is_dir()
     if not local and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -181,8 +171,7 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
     inner = config.get_text_config()
     own = wiring_of(vars(inner), inner.num_hidden_layers)
     wiring = own if arm.wiring is None else Wiring.parse(arm.wiring, inner.num_hidden_layers)
-    rewired = arm.wiring is not None or not (own.is_standard or isinstance(config, WiredConfig))
-    if rewired:
+    if arm.wiring is not None or not wiring.is_standard:
         family(config.model_type)
     tokenizer = _pretrained(AutoTokenizer, arm.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -195,12 +184,12 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
     label = str(wiring)
     if arm.wiring is None and (staleness := getattr(config, "staleness", 1.0)) != 1.0:
         label += f", staleness {staleness}"
-    return _Ready(arm, label, rewired, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
+    return _Ready(arm, label, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
 
 
 def _load(each: _Ready, device: str, dtype: str) -> Any:
     model = _pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
-    return rewire(model, each.arm.wiring) if each.rewired else model
+    return model if each.arm.wiring is None else rewire(model, each.arm.wiring)
 
 
 def _on_text(each: _Ready, model: Any, teacher: Any, how: dict[str, Any], tell: Progress) -> dict[str, Estimate]:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ladder.config.fields import read_text
 from ladder.errors import LadderError
 
 GROUPS = 200  # of the jackknife, at most: it calls what it is given once for each
@@ -144,12 +145,7 @@ def distance(
 
 def read(path: Path) -> str:
     """A file of text that is not empty."""
-    if not path.is_file():
-        raise LadderError(f"no such file: {path}")
-    try:
-        words = path.read_bytes().decode()
-    except UnicodeDecodeError:
-        raise LadderError(f"{path} is not a text in UTF-8") from None
+    words = read_text(path)
     if not words.strip():
         raise LadderError(f"{path} is empty")
     return words

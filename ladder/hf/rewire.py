@@ -14,6 +14,8 @@ from ladder.hf.register import set_wiring
 from ladder.hf.wire import set_staleness, staleness_of, wire_layers
 from ladder.wiring import Wiring
 
+IN_MEMORY = ", rewired in memory: save it, and load that"
+
 
 def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Sequence[float] | None = None) -> Any:
     """Wire a loaded model in place, same parameters, same names; returns it.
@@ -41,7 +43,7 @@ def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Se
             module.place = replace(module.place, config=own)
     set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers))
     if wiring != before:  # an adapter that is saved must not find its way to weights that are wired otherwise
-        inner.name_or_path = f"{inner.name_or_path or 'a model'}, rewired in memory: save it, and load that"
+        inner.name_or_path = (inner.name_or_path or "a model").removesuffix(IN_MEMORY) + IN_MEMORY
     return model
 
 
