@@ -1,10 +1,9 @@
-"""Evaluation: measures against naive ones in float64, every form of task against scores by hand, what is refused."""
+"""Evaluation side by side: every form of task against scores by hand, differences and their errors."""
 
 import importlib
 import json
 import math
 import re
-import sys
 from collections.abc import Iterator
 from io import StringIO
 from itertools import product
@@ -14,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.evaluate import Arm, evaluate, table
-from ladder.hf.measures import Estimate, begin_of, distance, perplexity
-from tests.checkpoints import END, byte_tokenizer, tiny
+from ladder.hf.measures import perplexity
+from tests.checkpoints import byte_tokenizer, tiny
+from tests.naive import WORDS, clustered, naive, said
 
 module = importlib.import_module("ladder.hf.evaluate")
-WORDS = "The ladder waits for nobody, and nobody waits for the ladder: each rung is read while the next one travels. "
 
 
 @pytest.fixture(scope="module")
@@ -42,99 +39,6 @@ def models(checkpoint: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tokens() -> list[int]:
     return list(byte_tokenizer()(WORDS)["input_ids"])
-
-
-def said(model: Any, line: list[int]) -> Tensor:
-    """Log-probabilities after each token of a line, in float64."""
-    with torch.no_grad():
-        return model(torch.tensor([line])).logits[0].double().log_softmax(-1)  # type: ignore[no-any-return]
-
-
-def naive(models: list[Any], tokens: list[int], window: int, begin: int | None = None) -> list[list[list[float]]]:
-    """For each window: the positions' (surprise of the first model, KL from the second, agreement)."""
-    found = []
-    for start in range(0, len(tokens) - 1, window):
-        line = tokens[start : min(start + window, len(tokens) - 1)]
-        model, source = (said(each, [line[0] if begin is None else begin, *line[1:]]) for each in models)
-        rows = []
-        for at in range(len(line)):
-            apart = sum(float(p.exp() * (p - q)) for p, q in zip(source[at], model[at], strict=True))
-            same = float(int(source[at].argmax()) == int(model[at].argmax()))
-            rows.append([-float(model[at, tokens[start + at + 1]]), apart, same])
-        found.append(rows)
-    return found
-
-
-def clustered(windows: list[list[list[float]]], column: int) -> tuple[float, float | None]:
-    """Mean over tokens, and its standard error with windows as clusters."""
-    sums, counts = [sum(row[column] for row in rows) for rows in windows], [len(rows) for rows in windows]
-    mean, m = sum(sums) / sum(counts), len(windows)
-    squares = sum((s - mean * c) ** 2 for s, c in zip(sums, counts, strict=True))
-    return mean, math.sqrt(m / (m - 1) * squares) / sum(counts) if m > 1 else None
-
-
-@pytest.mark.parametrize(("window", "begin"), [(1, None), (7, None), (16, END), (36, None), (64, None), (64, END)])
-def test_measures_against_naive(models: dict[str, Any], tokens: list[int], window: int, begin: int | None) -> None:
-    ours, source = models["ladder"], models["standard"]
-    tokens = tokens[:60] if window == 64 else tokens  # shorter than the window
-    windows = naive([ours, source], tokens, window, begin)
-    surprise, kl, same = (clustered(windows, column) for column in range(3))
-    value = math.exp(surprise[0])
-    expected = [(value, None if surprise[1] is None else value * surprise[1]), kl, same]
-    assert kl[0] > 0.1 and same[0] < 1  # the wirings differ
-    for batch in (1, 2, 5, 100):
-        found = distance(ours, source, tokens, window=window, batch=batch, begin=begin)
-        alone = perplexity(ours, tokens, window=window, batch=batch, begin=begin)
-        assert alone.value == pytest.approx(found.perplexity.value, rel=1e-6)
-        for estimate, (mean, error) in zip(found, expected, strict=True):
-            assert estimate.n == len(tokens) - 1
-            assert estimate.value == pytest.approx(mean, rel=1e-6, abs=1e-9)
-            assert estimate.stderr == (None if error is None else pytest.approx(error, rel=1e-5, abs=1e-9))
-
-
-def test_default_window_is_the_context(models: dict[str, Any], tokens: list[int]) -> None:
-    assert perplexity(models["ladder"], tokens).value == perplexity(models["ladder"], tokens, window=64).value
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_no_distance_from_itself(checkpoint: Path, tokens: list[int], dtype: torch.dtype) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).train()
-    found = distance(model, model, tokens, window=20)
-    assert (found.kl.value, found.kl.stderr) == (0, 0)
-    assert (found.agreement.value, found.agreement.stderr) == (1, 0)
-    assert model.training  # as it came
-
-
-def test_progress_and_logits_one_batch_at_a_time(models: dict[str, Any], tokens: list[int]) -> None:
-    told: list[tuple[int, int]] = []
-    widths: list[tuple[int, ...]] = []
-    hook = models["ladder"].register_forward_pre_hook(
-        lambda _, __, named: widths.append(tuple(named["input_ids"].shape)), with_kwargs=True
-    )
-    perplexity(models["ladder"], tokens, window=25, batch=2, progress=lambda *news: told.append(news))
-    hook.remove()
-    assert widths == [(2, 25), (2, 25), (1, (len(tokens) - 1) % 25)]  # the short window unpadded
-    assert told == [(2, 5), (4, 5), (5, 5)]
-
-
-def test_begin_of_a_tokenizer() -> None:
-    assert begin_of(byte_tokenizer()) is None
-    assert begin_of(byte_tokenizer(extra=2, begin=True)) == 258
-
-
-def test_estimates() -> None:
-    items = [0.0, 1.0, 1.0, 0.0, 1.0]
-    mean = Estimate.mean(items)
-    assert (mean.value, mean.n) == (0.6, 5)
-    assert mean.stderr == pytest.approx(math.sqrt(0.3 / 5))  # sample variance over n
-    knife = Estimate.jackknife(items, lambda some: sum(some) / len(some))
-    assert knife.value == mean.value and knife.stderr == pytest.approx(mean.stderr)
-    other = Estimate.mean([1.0, 1.0, 1.0, 0.0, 0.0])
-    difference, error, paired = mean.minus(other)
-    assert (difference, paired) == (0, True) and error == pytest.approx(math.sqrt(0.5 / 5))
-    loose = Estimate(0.5, 0.3, 9).minus(Estimate(0.1, 0.4, 9))
-    assert loose == (0.4, 0.5, False)
-    assert Estimate.mean([1.0]).stderr is None and Estimate.jackknife([1.0], max).stderr is None
 
 
 CHOICES = [
@@ -333,99 +237,6 @@ def greedy_row(model: Any) -> dict[str, Any]:
     texts = [(context, tokenizer.decode(line[-2:])) for context, line in zip(contexts, lines, strict=True)]
     context, text = next((c, t) for c, t in texts if re.fullmatch(" [!-~]", t))
     return {"context": context, "continuation": text[1:]}
-
-
-def test_refused_models(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with one sentence, and before any model is loaded."""
-    monkeypatch.setattr(module, "_load", None)
-    text, empty, short, binary = (tmp_path / name for name in ("text", "empty", "short", "binary"))
-    text.write_text(WORDS)
-    empty.write_text(" \n")
-    short.write_text("a")
-    binary.write_bytes(b"\xff\xfe\x00")
-    other = tiny(tmp_path / "other", vocab=400)
-    bare = tiny(tmp_path / "bare", tokenizer=False)
-    narrow = tiny(tmp_path / "narrow", vocab=300)
-    byte_tokenizer(extra=50).save_pretrained(narrow)
-    arm = [Arm(str(checkpoint))]
-    cases: list[tuple[str, list[Arm], dict[str, Any]]] = [
-        ("nothing to measure", [], {"text": text}),
-        ("nothing to measure", arm, {}),
-        ("measured on a text", arm, {"tasks": ["x"], "source": str(checkpoint)}),
-        ("named twice", [*arm, Arm(str(checkpoint), "standard")], {"text": text}),
-        ("unknown wiring 'stairs'", [Arm(str(checkpoint), "stairs")], {"text": text}),
-        ("covers 3 layers", [Arm(str(checkpoint), "ladder:3")], {"text": text}),
-        ("no such file", arm, {"text": tmp_path / "missing"}),
-        ("is empty", arm, {"text": empty}),
-        ("at least 2 are needed", arm, {"text": short}),
-        ("cannot be read", arm, {"text": binary}),
-        ("window is 65 tokens", arm, {"text": text, "window": 65}),
-        ("window is 0 tokens", arm, {"text": text, "window": 0}),
-        ("batch is 0", arm, {"text": text, "batch": 0}),
-        ("limit is 0", arm, {"text": text, "limit": 0}),
-        ("shots is -1", arm, {"text": text, "shots": -1}),
-        ("unknown dtype 'int4'", arm, {"text": text, "dtype": "int4"}),
-        ("unknown device 'abacus'", arm, {"text": text, "device": "abacus"}),
-        ("same vocabulary", arm, {"text": text, "source": str(other)}),
-        ("neither a directory", [Arm(str(tmp_path / "nobody"))], {"text": text}),
-        ("cannot be loaded", [Arm(str(bare))], {"text": text}),
-        ("ids go up to 306, the model has 300", [Arm(str(narrow))], {"text": text}),
-        ("no such file", arm, {"tasks": [tmp_path / "missing.jsonl"]}),
-        ("no such file", arm, {"tasks": [tmp_path / "missing.yaml"]}),
-        ("no such directory of tasks", arm, {"tasks": ["x"], "tasks_dir": tmp_path / "missing"}),
-    ]
-    if not torch.cuda.is_available():
-        cases.append(("is not there: this machine has 0 CUDA devices", arm, {"text": text, "device": "cuda"}))
-    for sentence, arms, options in cases:
-        with pytest.raises(LadderError, match=re.escape(sentence)):
-            evaluate(arms, **options)
-
-
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: a row of no known form"),
-        ('{"query": "q", "choices": ["a", "b"]}', "line 2: a row of no known form"),
-        ('{"context": "c", "continuation": "d"}', "line 2: has context, continuation, the lines before have query"),
-        ('{"query": "q", "choices": ["a"], "gold": 0}', "line 2: choices must be two or more texts"),
-        ('{"query": "q", "choices": ["a", ""], "gold": 0}', "line 2: choices must be two or more texts"),
-        ('{"query": "q", "choices": "ab", "gold": 0}', "line 2: choices must be two or more texts"),
-        ('{"query": 3, "choices": ["a", "b"], "gold": 0}', "line 2: query must be a text"),
-        ('{"query": "q", "choices": ["a", "b"], "gold": 2}', "line 2: gold must be a number from 0 to 1"),
-        ('{"query": "q", "choices": ["a", "b"], "gold": true}', "line 2: gold must be a number from 0 to 1"),
-        ('{"query": "q", "choices": ["a", "b"], "gold": "a"}', "line 2: gold must be a number from 0 to 1"),
-    ],
-)
-def test_refused_rows(checkpoint: Path, tmp_path: Path, row: str, sentence: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"query": "q", "choices": ["a", "b"], "gold": 1}\n' + row + "\n")
-    with pytest.raises(LadderError, match=re.escape(sentence)):
-        evaluate([Arm(str(checkpoint))], tasks=[path])
-
-
-def test_refused_tasks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.tasks._index import TaskIndex
-
-    # of lm-eval's thousands of files a few: reading all takes half a minute
-    monkeypatch.setattr(TaskIndex, "_iter_yaml_files", staticmethod(lambda root: sorted(root.glob("hellaswag/*.yaml"))))
-    monkeypatch.setattr(module, "_load", None)
-    arm = [Arm(str(checkpoint))]
-    with pytest.raises(LadderError, match="unknown task 'helaswag': similar ones are hellaswag"):
-        evaluate(arm, tasks=["helaswag"])
-    rows = write(tmp_path / "mc.jsonl", CHOICES)
-    with pytest.raises(LadderError, match="two tasks are called mc"):
-        evaluate(arm, tasks=[rows, rows])
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("dataset_path: json\n")
-    with pytest.raises(LadderError, match=r"broken\.yaml cannot be loaded"):
-        evaluate(arm, tasks=[broken])
-
-
-def test_without_lm_eval(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
-    with pytest.raises(LadderError, match=re.escape("pip install 'ladder-residual[eval]'")):
-        evaluate([Arm(str(checkpoint))], tasks=[write(tmp_path / "mc.jsonl", CHOICES)])
 
 
 def test_limit_shots_and_a_tokenizer_without_an_end(models: dict[str, Any], tmp_path: Path) -> None:
