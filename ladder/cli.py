@@ -202,6 +202,25 @@ def trace(options: TraceOptions) -> None:
 
 
 @dataclass(frozen=True)
+class TuneOptions:
+    """Which kernels, for whom."""
+
+    out: Path = argument("File of JSON lines; its other lines stay. `ladder generate --tuned` reads it.")
+    size: str = option("llama-3-70b", "A named size: its weights' shapes are tuned for.")
+    tp: int = option(8, "Number of ranks that share it.")
+    batch: tuple[int, ...] = option((1, 4, 16, 64), "Requests at a time, up to 64 (may be given several times).")
+
+
+@verb(TuneOptions)
+def tune(options: TuneOptions) -> None:
+    """Find the shapes of our kernels that suit this GPU, for one rank of a model."""
+    from ladder.bench.tune import tuned
+
+    for line in tuned(options.out, options.size, options.tp, options.batch):
+        typer.echo(json.dumps(line))
+
+
+@dataclass(frozen=True)
 class ConvertOptions:
     """What becomes of which checkpoint."""
 

@@ -1,12 +1,38 @@
 """The residual stream: the only place in a decoder that communicates."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ladder.comm.base import Arrived, Comm, Pending
 from ladder.wiring import Out
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a reader of the stream has to add up: agreed + sums is what it hands back (`settle`), drifts come on top."""
+
+    agreed: Tensor
+    sums: tuple[Pending, ...]  # to be waited for, oldest first
+    drifts: tuple[Tensor, ...]
+
+
+class Pieces:
+    """A sum that travels in pieces along its rows."""
+
+    def __init__(self, pieces: Sequence[Pending]) -> None:
+        self._pieces = pieces
+
+    def wait(self) -> Tensor:
+        parts = [piece.wait() for piece in self._pieces]
+        ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+        if all(part.is_contiguous() for part in parts) and ends[:-1] == [part.data_ptr() for part in parts[1:]]:
+            rows = sum(len(part) for part in parts)  # they were summed where they lay, one behind the other
+            return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
+        return torch.cat(parts)
 
 
 class ResidualStream:
@@ -44,34 +70,67 @@ class ResidualStream:
 
         `staleness` (none: 1) is how much of those is missing; for training, since who asks for a part must wait.
         """
-        while len(self._wire) > lag:
-            pending, _ = self._wire.popleft()
+        terms = self.terms(lag)
+        for pending in terms.sums:
             self._agreed = self._agreed + pending.wait()
         stream = self._agreed
-        for drift in (*(carried for _, carried in self._wire), self._drift):
-            if drift is not None:
-                stream = stream + drift
+        for drift in terms.drifts:
+            stream = stream + drift
         if staleness is not None:
             self._wire = deque((Arrived(pending.wait()), carried) for pending, carried in self._wire)
             for pending, _ in self._wire:
                 stream = stream + (1 - staleness) * pending.wait()
         return stream
 
+    def terms(self, lag: int) -> Terms:
+        """`read` for a kernel that waits and adds by itself; it owes the stream a `settle` if there were sums."""
+        sums = []
+        while len(self._wire) > lag:
+            sums.append(self._wire.popleft()[0])
+        drifts = (*(carried for _, carried in self._wire), self._drift)
+        return Terms(self._agreed, tuple(sums), tuple(drift for drift in drifts if drift is not None))
+
+    def settle(self, agreed: Tensor) -> None:
+        """What the ranks agree on, the sums of `terms` included."""
+        self._agreed = agreed
+
     def write(self, partial: Tensor, out: Out) -> None:
         """Add a sub-block's partial sum to the stream, by the way of `out`. The tensor belongs to the stream now."""
-        if self._held is not None:
-            partial, self._held = self._held + partial, None
+        more, divisor = self.addend(out)
+        if more is not None:
+            partial = more / divisor + partial if divisor > 1 else more + partial
+        self.write_joined(partial, out)
+
+    def addend(self, out: Out) -> tuple[Tensor | None, int]:
+        """What must join a partial sum before it is written by the way of `out`, and what that is divided by."""
+        if out is Out.LOCAL and self._held is None:
+            # alone, one agrees with oneself
+            return (self._agreed if self._comm.size == 1 else self._drift), 1
+        if out is Out.REDUCE and self._held is None:
+            return self._drift, self._comm.size
+        if out is Out.REDUCE and self._drift is not None:
+            assert self._held is not None
+            return self._held + self._drift / self._comm.size, 1
+        assert out is not Out.LOCAL, "a row that holds a sum sends it with the next one"
+        return self._held, 1
+
+    def write_joined(self, partial: Tensor, out: Out) -> None:
+        """`write` of a partial sum that its `addend` has joined."""
+        self._held = None
         if out is Out.HOLD:
             self._held = partial
         elif out is Out.LOCAL and self._comm.size == 1:
-            self._agreed = self._agreed + partial  # alone, one agrees with oneself
+            self._agreed = partial
         elif out is Out.LOCAL:
-            self._drift = partial if self._drift is None else self._drift + partial
+            self._drift = partial
         else:
             drift, self._drift = self._drift, None
-            if drift is not None:
-                partial = partial + drift / self._comm.size
             self._wire.append((self._comm.all_reduce(partial), drift))
+
+    def write_pieces(self, pieces: Iterable[Tensor]) -> None:
+        """`write_joined` by way of `reduce` of a partial sum in pieces along its rows: each is sent when it is made."""
+        self._held, drift, self._drift = None, self._drift, None
+        self._wire.append((Pieces([self._comm.all_reduce(piece) for piece in pieces]), drift))
 
     def rest(self) -> tuple[Tensor, list[Tensor]]:
         """What the constructor needs to go on from here, in another layer's scope; for one rank alone."""

@@ -1,5 +1,6 @@
 """What all tests share: one thread per rank, and one world of emulated ranks per degree."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from ladder.comm.emulated import World
 
 DEGREES = (1, 2, 4, 8)
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a kernel is defined: before any test imports one
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ladder"
 # A module imports only from rows above its own, or from its own room.
-ROWS = ["errors", "wiring", "comm", "config", "residual", "layers", "kernels", "model", "perf", "checkpoint", "engine"]
+ROWS = [
+    "errors",
+    "jit",
+    "wiring",
+    "comm",
+    "config",
+    "residual",
+    "layers",
+    "kernels",
+    "model",
+    "perf",
+    "checkpoint",
+    "engine",
+]
 ROWS += ["hf", "adapt", "bench", "vllm", "cli", "__main__"]
 
 

@@ -22,6 +22,8 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
 
+    # Whether its sums can be part of a CUDA graph is an attribute `capturable`; who has none cannot.
+
     def all_reduce(self, x: Tensor) -> Pending:
         """Start summing `x` over the ranks. `x` belongs to the communicator from here on; it may be overwritten."""
         ...
@@ -58,6 +60,7 @@ class Arrived:
 class Solo:
     """One rank: every sum is already complete."""
 
+    capturable = True  # its sums can be part of a CUDA graph
     size = 1
     rank = 0
 

@@ -12,6 +12,7 @@ class Distributed:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
+        self.capturable = dist.get_backend(group) == "nccl"  # its sums can be part of a CUDA graph
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 

@@ -13,7 +13,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.comm.base import Comm, Solo
 from ladder.comm.distributed import Distributed
+from ladder.comm.symmetric import Symmetric
 from ladder.engine.core import Command
+from ladder.errors import LadderError
 
 # Ranks wait as long as the first has nothing to say; that it has died they notice at once.
 PATIENCE = timedelta(days=365)
@@ -70,12 +72,27 @@ def torchrun_world() -> World | None:
     return World(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
+def backend(wire: str, own_gpu: bool) -> str:
+    """Whose process group carries the sums, and what symmetric memory leaves of them: gloo where GPUs are shared."""
+    if wire == "nccl" and not own_gpu:
+        raise LadderError("wire 'nccl' needs a GPU for every rank, some would share one: use --wire gloo")
+    return "nccl" if own_gpu and wire != "gloo" else "gloo"
+
+
 def join(
-    rank: int, size: int, device: torch.device, own_gpu: bool, timeout: float, store: TCPStore | None = None
+    rank: int,
+    size: int,
+    device: torch.device,
+    own_gpu: bool,
+    wire: str,
+    timeout: float,
+    store: TCPStore | None = None,
 ) -> tuple[Comm, Control]:
     """Enter the process group (torchrun's, or the one that meets at `store`): the wire for sums, and the common ear.
 
-    The wire is NCCL where every rank has a GPU of its own, else gloo.
+    `wire` is one of the options' WIRES. auto: where every rank has a GPU of its own, symmetric memory if it can be
+    had, else NCCL; gloo elsewhere. Ranks that share a GPU have symmetric memory on request only, and only where torch
+    was told to allow it.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams and events are those of the current device
@@ -83,13 +100,17 @@ def join(
         return Solo(), Alone()
     limit = timedelta(seconds=timeout)
     place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
-    if own_gpu:
+    if backend(wire, own_gpu) == "nccl":
         # sums travel on a stream of their own that the compute stream's kernels cannot hold up
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **place)
     else:
         dist.init_process_group("gloo", timeout=limit, **place)
-    return Distributed(), Broadcast(dist.new_group(backend="gloo", timeout=PATIENCE))
+    comm: Comm = Distributed()
+    ear = dist.new_group(backend="gloo", timeout=PATIENCE)
+    if wire == "symmetric" or (wire == "auto" and own_gpu):
+        comm = Symmetric.build(comm, ear, device, required=wire == "symmetric")
+    return comm, Broadcast(ear)
 
 
 def leave() -> None:

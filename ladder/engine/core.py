@@ -1,13 +1,14 @@
 """One rank's engine: its shard, its cache, and a scheduler that comes to the same ends as every other rank's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
-from ladder.engine.sampling import Sampler
+from ladder.engine.passes import Passes
+from ladder.engine.sampling import Sampler, likeliest
 from ladder.engine.scheduler import Job, Pass, Scheduler, finish_reason
-from ladder.errors import LadderError
+from ladder.kernels.ops import Ops
 from ladder.model import Decoder
 
 
@@ -45,11 +46,13 @@ class Token:
 class Core:
     """Steps through the jobs under way. All ranks are told the same commands before the same steps."""
 
-    def __init__(self, model: Decoder, slots: int, chunk: int) -> None:
+    def __init__(self, model: Decoder, slots: int, chunk: int, ops: Ops | None = None, graphs: bool = False) -> None:
+        """`ops` and `graphs`: see `Passes`."""
         self._model = model
         self._scheduler = Scheduler(slots, chunk)
         self._samplers: dict[int, Sampler] = {}
-        self._cache = model.new_cache(slots, min(256, model.config.context))
+        self._passes = Passes(model, slots, ops, graphs)
+        self._cache = self._passes.cache
         self.stopped = False
 
     @property
@@ -82,21 +85,20 @@ class Core:
         return [token for work in passes if work is not None for token in self._compute(work)]
 
     def _compute(self, work: Pass) -> list[Token]:
-        width = max(map(len, work.tokens))
-        self._make_room(max(self._cache.lengths[slot] for slot in work.slots) + width)
-        device = self._cache.keys[0].device
-        ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in work.tokens], device=device)
-        last = torch.tensor([len(piece) - 1 for piece in work.tokens], device=device)
-        with torch.inference_mode():
-            block = self._model(ids, self._cache, last, work.slots)
-            logits = self._model.comm.all_gather(block)[:, 0, : self._model.config.vocab].float().cpu()
+        block, best = self._passes.compute(work)
+        choices: list[int | None] | None = None
+        scores: Sequence[Tensor] = ()
+        if best is not None and all(line.job.params.temperature == 0 for line in work.lines):
+            choices = likeliest(best.cpu())
+        else:
+            scores = list(self._model.comm.all_gather(block)[:, : self._model.config.vocab].float().cpu())
         self._cache.advance([len(piece) for piece in work.tokens], work.slots)
         tokens = []
-        for line, scores in zip(work.lines, logits, strict=True):
+        for number, line in enumerate(work.lines):
             if not line.new and line.fed < len(line.job.tokens):
                 continue  # in the middle of its prompt
             id = line.job.id
-            token = self._samplers[id].choose(scores)
+            token = self._samplers[id].choose(scores[number]) if choices is None else choices[number]
             if token is not None:
                 line.new.append(token)
             reason = "error" if token is None else finish_reason(line, self._model.config.eos)
@@ -104,14 +106,3 @@ class Core:
             if reason is not None:
                 self.tell([Drop(id)])
         return tokens
-
-    def _make_room(self, positions: int) -> None:
-        if positions > self._cache.capacity:
-            capacity = 1 << (positions - 1).bit_length()
-            try:
-                self._cache.grow(capacity)
-            except RuntimeError:  # torch's word for no memory, on the CPU and on the GPU
-                slots = len(self._cache.lengths)
-                raise LadderError(
-                    f"no memory for a cache of {slots} requests of {capacity} tokens: lower --batch or --max-new-tokens"
-                ) from None

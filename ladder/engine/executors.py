@@ -8,7 +8,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ladder.comm.base import Solo
-from ladder.engine.control import Alone, Control, join, leave, own_device, torchrun_world
+from ladder.engine.control import Alone, Control, backend, join, leave, own_device, torchrun_world
 from ladder.engine.core import Command, Core, Stop, Token
 from ladder.engine.options import EngineOptions
 from ladder.engine.processes import Processes
@@ -110,7 +110,7 @@ def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Exec
     if world is not None and opened.options.tp > 1:
         device, own_gpu = own_device(opened.device, world.local, world.here)
         with _company():
-            comm, control = join(world.rank, world.size, device, own_gpu, opened.options.timeout)
+            comm, control = join(world.rank, world.size, device, own_gpu, opened.options.wire, opened.options.timeout)
         core = make_core(opened, comm, device, progress if world.rank == 0 else None)
         if world.rank == 0:
             return Here(core, control)
@@ -120,4 +120,5 @@ def start(opened: Opened, progress: Callable[[int], None] | None = None) -> Exec
         raise SystemExit(0)
     if opened.options.tp == 1:
         return Here(make_core(opened, Solo(), opened.device, progress), Alone())
+    backend(opened.options.wire, own_device(opened.device, 0, opened.options.tp)[1])  # refused before a rank is started
     return Processes(opened, progress)

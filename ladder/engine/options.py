@@ -20,6 +20,7 @@ def argument(help: str) -> Any:
     return field(metadata={"help": help, "argument": True})
 
 
+WIRES = ("auto", "symmetric", "nccl", "gloo")
 LONGEST = 1e6  # seconds of patience, twelve days
 
 
@@ -50,16 +51,21 @@ class EngineOptions:
     dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     tp: int = option(1, "Number of tensor-parallel ranks, a process each; under torchrun its world's.")
+    wire: str = option("auto", "How GPUs add up: auto, symmetric, nccl or gloo.")
     link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
     batch: int = option(16, "How many prompts are under way at once, at most.")
     chunk: int = option(512, "Prompts are read in pieces of so many tokens, so that others need not wait long.")
     timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
+    kernels: bool = option(True, "On a GPU: our kernels and CUDA graphs. Off: plain torch.")
+    tuned: Path | None = option(None, "Shapes of kernels for this GPU, as `ladder tune` writes them.")
     check: bool = option(False, "Refuse weights that are not finite.")
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
+        if self.wire not in WIRES:
+            raise LadderError(f"unknown wire {self.wire!r}: known are {', '.join(WIRES)}")
         for name in ("tp", "batch", "chunk", "timeout"):
             if not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.checkpoint import load
 from ladder.comm.base import Comm
+from ladder.comm.signalled import Signalled
 from ladder.comm.timed import Timed
 from ladder.engine.control import PATIENCE, Control, join, leave, own_device
 from ladder.engine.core import Command, Core, Token
@@ -23,6 +24,8 @@ from ladder.engine.options import EngineOptions
 from ladder.engine.requests import Opened
 from ladder.engine.vitals import Vitals, Watched, WatchedControl
 from ladder.errors import LadderError
+from ladder.jit import PRESENT
+from ladder.kernels.ops import Kernels
 from ladder.model import Decoder
 
 PULSE = 0.2  # seconds between two signs of life
@@ -61,8 +64,14 @@ class Failed:
 def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callable[[int], None] | None) -> Core:
     """Load one rank's shard."""
     wire = comm if opened.link is None or comm.size == 1 else Timed(comm, opened.link)  # one rank sends nothing
+    ops, graphs = None, False
+    if device.type == "cuda" and opened.options.kernels and PRESENT and opened.config.dtype != "float64":
+        ops = Kernels.on(device, opened.table)
+        graphs = getattr(wire, "capturable", False)
+        if graphs and wire.size > 1:
+            wire = Signalled([wire], device, 2 * opened.config.layers + 1)  # a flag for each sum, the embedding's too
     model = load(Decoder(opened.config, wire, device), opened.directory, opened.options.check, progress)
-    return Core(model, opened.options.batch, opened.options.chunk)
+    return Core(model, opened.options.batch, opened.options.chunk, ops, graphs)
 
 
 def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, shared: Any) -> None:
@@ -78,7 +87,7 @@ def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, sha
         device, own_gpu = own_device(opened.device, rank, options.tp)
         store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
         # endless patience, so that it is the watch that says who does not answer
-        comm, control = join(rank, options.tp, device, own_gpu, PATIENCE.total_seconds(), store)
+        comm, control = join(rank, options.tp, device, own_gpu, options.wire, PATIENCE.total_seconds(), store)
         core = make_core(opened, Watched(comm, vitals), device, lambda count: pipe.send(Loaded(count)))
         control = WatchedControl(control, vitals)
         pipe.send(Ready())

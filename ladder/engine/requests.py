@@ -13,6 +13,7 @@ from ladder.config import ModelConfig
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.text import Text, load_tokenizer
 from ladder.errors import LadderError
+from ladder.kernels.table import read_table
 from ladder.model import Decoder
 
 Prompt = str | Sequence[int]
@@ -72,6 +73,11 @@ class Opened:
         self.options = options
         self.link = None if options.link is None else Link.parse(options.link)
         self.device = device(options.device)
+        if options.wire in ("symmetric", "nccl") and self.device.type != "cuda":
+            raise LadderError(
+                f"wire {options.wire!r} is between GPUs, the device is {options.device}: use --device cuda"
+            )
+        self.table = {} if options.tuned is None else read_table(options.tuned)
         self.directory = Directory(options.model)
         config = self.directory.config
         if options.wiring is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ladder.comm.base import Comm, Pending
+from ladder.comm.signalled import Signals
 from ladder.engine.control import Control
 from ladder.engine.core import Command
 
@@ -46,8 +47,13 @@ class Watched:
     def __init__(self, inner: Comm, vitals: Vitals) -> None:
         self._inner = inner
         self._vitals = vitals
+        self.capturable = getattr(inner, "capturable", False)
         self.size = inner.size
         self.rank = inner.rank
+
+    def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int] | None:
+        """For captured steps: nobody on this side waits."""
+        return self._inner.all_reduce_and_signal(x, flag) if isinstance(self._inner, Signals) else None
 
     def all_reduce(self, x: Tensor) -> Pending:
         return _WatchedSum(self._inner.all_reduce(x), self._vitals)

@@ -123,8 +123,12 @@ class Attention(nn.Module):
             keys[place.lines, place.positions] = k
             values[place.lines, place.positions] = v
             k, v = keys[place.read, : place.seen], values[place.read, : place.seen]
+        partial: Tensor = self.o_proj(self.look(q, k, v, place))
+        return partial
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
+        """softmax(q k^T / sqrt(d)) v for q, k, v [batch, tokens or positions, heads, head_dim] -> [.., heads * d]."""
         mask = place.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        partial: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
-        return partial
+        return y.transpose(1, 2).flatten(-2)

@@ -1,0 +1,206 @@
+"""Symmetric memory between ranks that share one GPU: sums against float64, the engine's tokens against one CPU rank.
+
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python experiments/symmetric_gpu.py [DEVICE] > results/symmetric_gpu.jsonl
+
+Ranks on one GPU take turns on it, so a sum takes milliseconds: this says whether it is right, not how fast it is.
+Each part is a process of its own, which is ended when it says nothing for too long. One JSON line per check; the exit
+status is 1 if any failed.
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder import LLM, SamplingParams
+from ladder.bench.ranks import run_ranks
+from ladder.checkpoint import Random, load, save
+from ladder.comm.base import Comm
+from ladder.comm.symmetric import MAX_BYTES, Symmetric, choose
+from ladder.config import ModelConfig
+from ladder.model import Decoder
+
+LIMIT = 60.0  # seconds until the next line of a part
+DEGREES = (2, 4)
+WIRINGS = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard:2 ladder:2")
+PROMPTS = [[1], list(range(2, 40)), [5, 17, 9]]
+TOKENS = 12
+# elements: 1 KB to 8 MB in float32, then numbers that are no whole grains of 16 bytes, and one beyond the room
+COUNTS = (256, 4096, 65_536, 262_144, 2_097_152, 1, 3, 257, 4099, 100_003, 2_097_151, 2_097_153)
+DTYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # with the error of one addition, relative to what is added
+
+
+def tell(**line: Any) -> bool:
+    print(json.dumps(line), flush=True)
+    return bool(line["ok"])
+
+
+def mine(rank: int, count: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """What a rank sends: every rank can tell."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+
+
+def error(found: Tensor, size: int, seed: int) -> float:
+    """The largest deviation from the sum in float64, in units of what rounding may cost; 1 is the most allowed."""
+    sent = torch.stack([mine(rank, found.numel(), found.dtype, seed).double() for rank in range(size)])
+    allowed = (size - 1) * DTYPES[found.dtype] * sent.abs().sum(0) + 1e-30
+    deviation = (found.double().cpu() - sent.sum(0)).abs() / allowed
+    return float("inf") if deviation.isnan().any() else float(deviation.max())
+
+
+def poison(comm: Symmetric) -> None:
+    """What lies in the shared memory must not show: not a number, in either type."""
+    torch.cuda.synchronize()
+    comm._room.memory.fill_(255)
+    torch.cuda.synchronize()
+
+
+def same(comm: Comm, x: Tensor) -> bool:
+    """Whether all ranks have the same bits."""
+    parts = comm.all_gather(x.float()).view(comm.size, -1)
+    return bool((parts == parts[0]).all())
+
+
+def judge(comm: Comm, check: str, errors: list[float], agree: bool = True, **line: Any) -> None:
+    """The first rank speaks for all."""
+    worst = torch.tensor([max(errors), 0.0 if agree else float("inf")], device="cuda").max().view(1)
+    all_worst = float(comm.all_gather(worst).max())
+    if comm.rank == 0:
+        shown = round(all_worst, 3) if math.isfinite(all_worst) else None
+        line |= {"tp": comm.size, "worst": shown, "sums": len(errors)}
+        tell(check=check, **line, ok=all_worst <= 1.0)
+
+
+def single(comm: Comm, device: torch.device) -> None:
+    """One sum after another."""
+    assert isinstance(comm, Symmetric)
+    for dtype in DTYPES:
+        for seed, count in enumerate(COUNTS):
+            poison(comm)
+            found = comm.all_reduce(mine(comm.rank, count, dtype, seed).to(device)).wait()
+            kernel = choose(comm.size, count * found.element_size(), dtype, comm._room.multicast, MAX_BYTES)
+            line = {"dtype": str(dtype), "elements": count, "kernel": kernel or "the other communicator's"}
+            judge(comm, "a sum", [error(found, comm.size, seed)], same(comm, found), **line)
+
+
+def many(comm: Comm, device: torch.device) -> None:
+    """Eight sums on the wire at once, of all sizes and types; they are waited for in another order than sent."""
+    assert isinstance(comm, Symmetric)
+    poison(comm)
+    for order in (range(8), range(7, -1, -1), (3, 0, 7, 1, 6, 2, 5, 4)):
+        errors = []
+        for dtypes in ([torch.float32] * 8, [torch.bfloat16] * 8, [torch.float32, torch.bfloat16] * 4):
+            sent = [mine(comm.rank, COUNTS[i], dtypes[i], i).to(device) for i in range(8)]
+            pending = [comm.all_reduce(x) for x in sent]
+            found = {i: pending[i].wait() for i in order}
+            errors += [error(found[i], comm.size, i) for i in order]
+        judge(comm, "eight sums at once", errors, order=list(order))
+
+
+def graph(comm: Comm, device: torch.device) -> None:
+    """Eight sums at once in a CUDA graph, computation beside them; three replays with new messages."""
+    assert isinstance(comm, Symmetric)
+    dtypes = [torch.float32, torch.bfloat16] * 4
+    given = [torch.zeros(COUNTS[i], dtype=dtypes[i], device=device) for i in range(8)]
+    beside = torch.randn(512, 512, device=device)
+    (beside @ beside).sum().item()  # the matrix library sets itself up outside the graph
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        pending = [comm.all_reduce(x.clone()) for x in given]
+        torch.mm(beside, beside)
+        taken = [sum_.wait().clone() for sum_ in pending]
+    for replay in (1, 2, 3):
+        poison(comm)
+        for i, x in enumerate(given):
+            x.copy_(mine(comm.rank, COUNTS[i], dtypes[i], 100 * replay + i))
+            taken[i].fill_(float("nan"))
+        captured.replay()
+        errors = [error(x, comm.size, 100 * replay + i) for i, x in enumerate(taken)]
+        judge(comm, "sums in a CUDA graph", errors, replay=replay)
+    pending = [comm.all_reduce(mine(comm.rank, COUNTS[i], dtypes[i], i).to(device)) for i in range(8)]
+    judge(comm, "sums after a CUDA graph", [error(sum_.wait(), comm.size, i) for i, sum_ in enumerate(pending)])
+
+
+def sums(comm: Comm, device: torch.device) -> None:
+    single(comm, device)
+    many(comm, device)
+    graph(comm, device)
+
+
+def tokens(tp: int, device: str) -> None:
+    directory = Path(tempfile.mkdtemp()) / "model"
+    save(load(Decoder(ModelConfig.named("tiny")), Random(seed=5, deviation=0.15)), directory)
+    for wiring in WIRINGS:
+        with LLM(directory, wiring=wiring) as llm:
+            expected = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(TOKENS))]
+        begin = time.monotonic()
+        with LLM(directory, wiring=wiring, tp=tp, device=device, wire="symmetric", chunk=64) as llm:
+            found = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(TOKENS))]
+        line = {"tp": tp, "wiring": wiring, "wire": "symmetric", "seconds": round(time.monotonic() - begin, 2)}
+        tell(check="same tokens as one CPU rank", device=device, **line, ok=found == expected)
+
+
+def part(name: str, tp: int, device: str) -> bool:
+    """This program again, for one part: passes its lines on, and sees it end with all that it started."""
+    with tempfile.TemporaryFile("w+") as complaints:
+        command = [sys.executable, __file__, name, str(tp), device]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, start_new_session=True
+        )
+        lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=listen, args=(process, lines), daemon=True).start()
+        good = []
+        try:
+            while (text := lines.get(timeout=LIMIT)) is not None:
+                if text.startswith("{"):
+                    good.append(tell(**json.loads(text)))
+            status = process.wait(LIMIT)
+        except (queue.Empty, subprocess.TimeoutExpired):
+            return tell(check="ends", part=name, tp=tp, ok=False, reason=f"silent for {LIMIT:.0f} s")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the session it was given, with the ranks in it
+            process.wait()
+        complaints.seek(0)
+        if status or not good:
+            reason = complaints.read()[-2000:] or f"exit status {status}"
+            return tell(check="ends", part=name, tp=tp, ok=False, reason=reason)
+    return all(good)
+
+
+def listen(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+    assert process.stdout is not None
+    for text in process.stdout:
+        lines.put(text)
+    lines.put(None)
+
+
+def main(device: str) -> bool:
+    gpu = torch.cuda.get_device_properties(device)
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    tell(check="machine", gpu=gpu.name, **versions, ok=True)
+    good = [part(name, tp, device) for tp in DEGREES for name in ("sums", "tokens")]
+    return all(good)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(0 if main(*sys.argv[1:] or ["cuda:0"]) else 1)
+    name, tp, device = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    if name == "tokens":
+        tokens(tp, device)
+    else:
+        run_ranks(tp, torch.device(device), sums, wire="symmetric")

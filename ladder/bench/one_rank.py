@@ -1,0 +1,313 @@
+"""One rank of a large machine on one GPU: its true shard, kernels, graphs and streams; the link is timed.
+
+python -m ladder.bench.one_rank > results/one_rank_h200.jsonl
+
+A JSON line for every measurement: milliseconds per decoding step (median and spread over the steps, after warm-up), the
+bytes that a step must read and the share of the measured peak at which it did, for every wiring and link; the bound of
+each schedule from the measured parts; prefill with its share of the measured peak of a matrix product. `link` is `none`
+or `timed`.
+"""
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ladder.bench.overlap import rewire
+from ladder.bench.peak import read_bytes_per_second
+from ladder.comm.base import Comm, Solo
+from ladder.comm.link import LINKS, Link
+from ladder.comm.one_rank import OneRank
+from ladder.comm.signalled import Signalled
+from ladder.config import ModelConfig
+from ladder.engine.fused import Fused
+from ladder.engine.graphs import Graphs
+from ladder.jit import triton
+from ladder.kernels.ops import Kernels
+from ladder.layers.attention import KVCache
+from ladder.model import Decoder
+
+WARM_UP, STEPS = 5, 25
+CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one rank of `tp`; `layers` of it where not all fit."""
+
+    size: str
+    tp: int
+    batch: int = 1
+    layers: int | None = None
+
+    def config(self) -> ModelConfig:
+        config = ModelConfig.named(self.size)
+        if self.layers is None:
+            return config
+        return replace(config, layers=self.layers, wiring=type(config.wiring)(()), windows=())
+
+
+def milliseconds(work: Callable[[], object], steps: int = STEPS, warm_up: int = WARM_UP) -> list[float]:
+    """What each of `steps` calls took on the GPU, by its events."""
+    for _ in range(warm_up):
+        work()
+    found = []
+    for _ in range(steps):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return found
+
+
+def spread(found: Sequence[float]) -> dict[str, float]:
+    """Median, first and third quartile, and how many."""
+    low, median, high = statistics.quantiles(found, n=4)
+    return {"ms": round(median, 4), "ms_q1": round(low, 4), "ms_q3": round(high, 4), "steps": len(found)}
+
+
+def peaks(device: torch.device) -> dict[str, float]:
+    """What this GPU reached just now: bytes per second of pure reading, operations per second of a matrix product."""
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    b = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    product = statistics.median(milliseconds(lambda: a @ b, 20))
+    return {"read_tb_s": read_bytes_per_second(device) / 1e12, "bf16_tflop_s": 2 * 8192**3 / product / 1e9}
+
+
+def shard(case: Case, comm: Comm, device: torch.device) -> Decoder:
+    """Rank 0's shard with normal weights, drawn on the GPU: the time of a step does not depend on their values."""
+    model = Decoder(case.config(), comm, device, torch.bfloat16)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(std=0.02)
+    return model
+
+
+def step_bytes(model: Decoder, batch: int) -> int:
+    """Bytes that a step cannot avoid to read: every weight but the embedding's rows, and the keys and values."""
+    weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    heads = max(1, model.config.kv_heads // model.comm.size)
+    return weights + 2 * model.config.layers * batch * CONTEXT * heads * model.config.head_dim * 2
+
+
+def wired(model: Decoder, pattern: str, link: Link | None, lanes: int, device: torch.device) -> None:
+    """Set the model's wiring and its wire; both change no tensor."""
+    rewire(model, pattern)
+    size = model.comm.size
+    if size == 1:
+        model.comm = Solo()
+    elif link is None:
+        model.comm = OneRank(size)
+    else:
+        model.comm = Signalled([OneRank(size, link) for _ in range(lanes)], device, 2 * model.config.layers + 2)
+
+
+def decode(
+    model: Decoder, cache: KVCache, kernels: Kernels, batch: int, pattern: str, link: Link | None, lanes: int = 1
+) -> list[float]:
+    """Milliseconds of the steps of a wiring, each a replay of its graph."""
+    device = cache.keys[0].device
+    wired(model, pattern, link, lanes, device)
+    graph = Graphs(Fused(model, cache, kernels), spare=len(cache.lengths) - 1).captured(batch)
+    lines = torch.tensor([[1] * batch, list(range(batch)), [CONTEXT - 1] * batch], device=device)
+    return milliseconds(lambda: graph.replay(lines))
+
+
+def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[str, float]:
+    """Microseconds of one attention, of one MLP and of the rest, from graphs of layers that lack the other one."""
+    device = cache.keys[0].device
+    wired(model, "none", None, 1, device)
+    fused = Fused(model, cache, kernels)
+    whole = statistics.median(_replays(fused, batch))
+    found = {}
+    for name, other in (("attention_us", "_mlp"), ("mlp_us", "_attention")):
+        lacking = Fused(model, cache, kernels)
+        setattr(lacking, other, lambda *_: None)
+        found[name] = statistics.median(_replays(lacking, batch))
+    # a = rest + layers x attention, m = rest + layers x mlp, whole = rest + layers x both
+    layers = model.config.layers
+    attention, mlp = (whole - found["mlp_us"]) / layers, (whole - found["attention_us"]) / layers
+    return {"attention_us": attention * 1e3, "mlp_us": mlp * 1e3, "rest_us": (whole - layers * (attention + mlp)) * 1e3}
+
+
+def _replays(fused: Fused, batch: int) -> list[float]:
+    graph = Graphs(fused, spare=len(fused.cache.lengths) - 1).captured(batch)
+    device = fused.cache.keys[0].device
+    lines = torch.tensor([[1] * batch, list(range(batch)), [CONTEXT - 1] * batch], device=device)
+    return milliseconds(lambda: graph.replay(lines))
+
+
+def wire_us(link: Link, size: int, batch: int, hidden: int, device: torch.device) -> float:
+    """Microseconds of one sum among many that follow each other on the communication stream, its launch included."""
+    comm = Signalled([OneRank(size, link)], device, 64)
+    x = torch.zeros(batch, hidden, dtype=torch.bfloat16, device=device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        comm.all_reduce(x).wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            comm.begin()
+            for _ in range(64):
+                comm.all_reduce(x)
+            comm.end()
+        found = milliseconds(graph.replay)
+    return statistics.median(found) / 64 * 1e3
+
+
+def bound_ms(pattern: str, part: dict[str, float], wire: float, lanes: int, layers: int) -> float | None:
+    """The schedule's own bound from its parts: what no engine of this wiring can beat on such a link."""
+    a, m = part["attention_us"], part["mlp_us"]
+    both = {
+        "none": a + m,
+        "standard": a + m + 2 * wire,
+        "parallel": a + m + wire,
+        "desync-2x": a + m + wire,
+        "ladder": max(a, wire) + max(m, wire),
+        # one sum at a time: two fill the wire; two at once: the attention's has the MLP to travel, the MLP's a layer
+        "ladder-1-2": max(a + m, 2 * wire, a + max(m, wire)) if lanes == 1 else max(a + max(m, wire), wire),
+        "ladder-2": max(a + m, 2 * wire) if lanes == 1 else max(a + m, wire),
+    }.get(pattern)
+    return None if both is None else (both * layers + part["rest_us"] + wire * (pattern != "none")) / 1e3
+
+
+WIRINGS = ("none", "standard", "parallel", "desync-2x", "ladder", "ladder-2", "ladder-1-2")
+
+
+def table(
+    case: Case, links: Sequence[str], wirings: Sequence[str], device: torch.device, peak: dict[str, float]
+) -> Iterator[dict[str, Any]]:
+    """Every wiring on every link, in turns."""
+    begun = time.monotonic()
+    kernels = Kernels.on(device)
+    model = shard(case, OneRank(case.tp) if case.tp > 1 else Solo(), device)
+    cache = model.new_cache(case.batch + 1, CONTEXT + 64)
+    torch.cuda.synchronize()
+    loaded = time.monotonic()
+    read = step_bytes(model, case.batch)
+    common = {
+        "size": case.size,
+        "tp": case.tp,
+        "mode": "one-rank",
+        "batch": case.batch,
+        "context": CONTEXT,
+        "dtype": "bfloat16",
+    }
+    common |= {"layers": model.config.layers, "of_layers": ModelConfig.named(case.size).layers}
+
+    def line(pattern: str, link: str | None, found: Sequence[float], **more: Any) -> dict[str, Any]:
+        ms = statistics.median(found)
+        rate = read / ms / 1e9
+        share = {"read_gb": read / 1e9, "tb_s": round(rate, 3), "share_of_peak": round(rate / peak["read_tb_s"], 3)}
+        name = {"link": "timed" if link else "none", "link_name": link}
+        return {"measure": "decode", **common, "wiring": pattern, **name, **spread(found), **share, **more}
+
+    begin = time.monotonic()
+    none = decode(model, cache, kernels, case.batch, "none", None)
+    yield line("none", None, none, capture_s=round(time.monotonic() - begin, 2), load_s=round(loaded - begun, 2))
+    part = parts(model, cache, kernels, case.batch)
+    yield {"measure": "parts", **common, **{name: round(us, 2) for name, us in part.items()}}
+    ladder = decode(model, cache, kernels, case.batch, "ladder", None)
+    yield line("ladder", None, ladder, over_none=round(statistics.median(ladder) / statistics.median(none), 4))
+    for name in links:
+        wire = wire_us(LINKS[name], case.tp, case.batch, model.config.hidden, device)
+        yield {"measure": "wire", **common, "link": "timed", "link_name": name, "sum_us": round(wire, 2)}
+        standard = None
+        for pattern in wirings:
+            for lanes in (1, 2) if pattern == "ladder-1-2" else (1,):
+                if pattern == "none":
+                    continue
+                found = decode(model, cache, kernels, case.batch, pattern, LINKS[name], lanes)
+                ms = statistics.median(found)
+                standard = ms if pattern == "standard" else standard
+                bound = bound_ms(pattern, part, wire, lanes, model.config.layers)
+                more: dict[str, Any] = {"sums_at_once": lanes, "over_none": round(ms / statistics.median(none), 4)}
+                if bound is not None:
+                    more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
+                if standard is not None:
+                    more["speedup_over_standard"] = round(standard / ms, 3)
+                yield line(pattern, name, found, **more)
+    del model, cache
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def prefill(
+    case: Case, tokens: int, link: str, device: torch.device, peak: dict[str, float]
+) -> Iterator[dict[str, Any]]:
+    """A prompt of `tokens`: operations per second without communication, and how much of the link's time is hidden."""
+    kernels = Kernels.on(device)
+    model = shard(case, OneRank(case.tp), device)
+    cache = model.new_cache(1, tokens)
+    ids = torch.randint(model.config.vocab, (1, tokens), device=device)
+    last = torch.tensor([tokens - 1], device=device)
+    config = model.config
+    weights = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    heads = config.heads // case.tp
+    looking = 2 * 2 * config.layers * heads * config.head_dim * tokens * tokens / 2  # causal: half of the square
+    operations = 2 * weights * tokens + looking
+    found: dict[tuple[str, bool], list[float]] = {}
+    for pattern, timed in (("none", False), ("standard", True), ("ladder", True), ("none", False)):
+        wired(model, pattern, LINKS[link] if timed else None, 1, device)
+        fused = Fused(model, cache, kernels)
+        found[pattern, timed] = milliseconds(lambda f=fused: f.prompts(ids, last, [0]), 20, 3)  # type: ignore[misc]
+    none = statistics.median(found["none", False])
+    rate = operations / none / 1e9
+    common = {"measure": "prefill", "size": case.size, "tp": case.tp, "mode": "one-rank", "tokens": tokens, "batch": 1}
+    share = {"tflop_s": round(rate, 1), "share_of_peak": round(rate / peak["bf16_tflop_s"], 3)}
+    yield {**common, "wiring": "none", "link": "none", **spread(found["none", False]), **share}
+    standard, ladder = (statistics.median(found[pattern, True]) for pattern in ("standard", "ladder"))
+    for pattern in ("standard", "ladder"):
+        more = {} if pattern == "standard" else {"hidden": round((standard - ladder) / (standard - none), 3)}
+        link_keys = {"link": "timed", "link_name": link}
+        yield {**common, "wiring": pattern, **link_keys, **spread(found[pattern, True]), **more}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    software = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
+    return {"measure": "machine", "chip": torch.cuda.get_device_name(device), **software, "commit": commit or None}
+
+
+LINKS_70B = ("nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
+
+
+def main(only: Sequence[str]) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    peak = peaks(device)
+
+    def say(line: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+    say(machine(device))
+    say({"measure": "peak", **{name: round(value, 3) for name, value in peak.items()}})
+    jobs: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "70b": lambda: table(Case("llama-3-70b", 8), LINKS_70B, WIRINGS, device, peak),
+        "70b-16": lambda: table(Case("llama-3-70b", 8, 16), LINKS_70B, WIRINGS, device, peak),
+        "8b": lambda: table(Case("llama-3-8b", 1), (), WIRINGS, device, peak),
+        "405b": lambda: table(Case("llama-3.1-405b", 16, layers=63), ("ib_2node_nccl",), WIRINGS, device, peak),
+        "prefill": lambda: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", device, peak),
+    }
+    with torch.inference_mode():
+        for name, job in jobs.items():
+            if not only or name in only:
+                for line in job():
+                    say(line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,104 @@
+"""Which shapes of kernels suit this GPU: tried inside whole steps, where one kernel starts while another ends."""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladder.bench.one_rank import CONTEXT, Case, milliseconds, shard, wired
+from ladder.comm.base import Solo
+from ladder.comm.one_rank import OneRank
+from ladder.config import ModelConfig
+from ladder.engine.fused import Fused
+from ladder.engine.graphs import LARGEST, Graphs
+from ladder.engine.requests import device as find_device
+from ladder.errors import LadderError
+from ladder.jit import PRESENT
+from ladder.kernels.ops import Kernels
+from ladder.kernels.table import Config, Shape, Table, candidates, read_table
+
+LAYERS = 12  # enough that no cache holds their weights
+GAIN = 0.998  # of the best time: what a change must bring to be kept
+
+
+class Asked(Table):
+    """A table that remembers which shapes it was asked for."""
+
+    def __init__(self, chip: str, rows: dict[Shape, Config]) -> None:
+        super().__init__(chip, rows)
+        self.shapes: dict[Shape, None] = {}
+
+    def __getitem__(self, shape: Shape) -> Config:
+        self.shapes[shape] = None
+        return super().__getitem__(shape)
+
+
+def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest.
+
+    Before them a line per batch with the milliseconds of LAYERS layers before and after.
+    """
+    case = Case(size, tp, layers=LAYERS)
+    model = shard(case, OneRank(tp) if tp > 1 else Solo(), device)
+    wired(model, "none", None, 1, device)
+    for batch in batches:
+        cache = model.new_cache(batch + 1, CONTEXT + 64)
+        chip = torch.cuda.get_device_name(device)
+        table = Asked(chip, Table.of(chip).rows)
+        lines = torch.tensor([[1] * batch, list(range(batch)), [CONTEXT - 1] * batch], device=device)
+
+        def step(batch: int = batch, cache: Any = cache, table: Asked = table, lines: Any = lines) -> float:
+            kernels = Kernels.on(device)
+            kernels.table = table
+            graph = Graphs(Fused(model, cache, kernels), spare=batch).captured(batch)
+            return statistics.median(milliseconds(lambda: graph.replay(lines), 15, 3))
+
+        before = best = step()
+        kept: dict[Shape, Config] = {}
+        for shape in list(table.shapes):
+            kept[shape] = table[shape]
+            for config in candidates(shape):
+                if config == kept[shape]:
+                    continue
+                table.rows[shape] = config
+                try:
+                    found = step()
+                except Exception as error:  # too much shared memory, too many registers: not for this chip
+                    if "out of resource" not in str(error).lower():
+                        raise
+                    continue
+                if found < GAIN * best:
+                    best, kept[shape] = found, config
+            table.rows[shape] = kept[shape]
+        yield {"tuned": size, "tp": tp, "batch": batch, "layers": LAYERS, "ms_before": before, "ms": best, "chip": chip}
+        yield from Table(chip, kept).lines()
+
+
+def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Tune, and write `out`: its lines, with what was found in the place of what it said of the same shapes."""
+    ModelConfig.named(size).check_degree(tp)
+    if not batches or not all(1 <= batch <= LARGEST for batch in batches):
+        raise LadderError(f"batch must be from 1 to {LARGEST}")
+    if out.exists():
+        read_table(out)  # refuses what is none, before anything is measured
+    device = find_device("cuda:0")
+    if not PRESENT:
+        raise LadderError("our kernels need Triton: pip install triton")
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    table = {_shape(json.loads(line)): line for line in lines}
+    with torch.inference_mode():
+        for found in tune(size, tp, batches, device):
+            if "config" in found:
+                table[_shape(found)] = json.dumps(found)
+            else:
+                yield found
+    partial = out.with_name(f"{out.name}.partial")
+    partial.write_text("".join(f"{line}\n" for line in table.values()), encoding="utf-8")
+    partial.replace(out)
+
+
+def _shape(line: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in line.items() if name != "config"}, sort_keys=True)

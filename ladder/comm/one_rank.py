@@ -1,0 +1,48 @@
+"""One rank of many, measured alone: the others' share of a sum is time on the communication stream, not numbers."""
+
+import torch
+from torch import Tensor
+
+from ladder.comm.base import Arrived, Pending
+from ladder.comm.link import Link
+from ladder.comm.one_shot import BLOCKS
+
+
+class OneRank:
+    """Rank 0 of `size` ranks of which only this one exists.
+
+    A sum is this rank's own term. On a GPU a kernel in the current stream moves the message through memory and keeps
+    `blocks` thread blocks for alpha + bytes / beta by the GPU's own clock, as a real all-reduce would. Without a link
+    nothing travels. What comes of it is not the model's output: use it to measure.
+    """
+
+    capturable = True
+
+    def __init__(self, size: int, link: Link | None = None, blocks: int = BLOCKS) -> None:
+        self.size = size
+        self.rank = 0
+        self.blocks = blocks
+        self._link = link
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        self._travel(x, None)
+        return Arrived(x)
+
+    def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int]:
+        """The sum, in the current stream, and what it counts `flag` up to."""
+        if not self._travel(x, flag):
+            flag.fill_(self.blocks)
+        return x, self.blocks
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._travel(x, None)
+        return torch.cat([x] * self.size, dim=-1)
+
+    def _travel(self, x: Tensor, flag: Tensor | None) -> bool:
+        if self._link is None or not x.is_cuda:
+            return False
+        from ladder.comm.travel import travel
+
+        nanoseconds = int(self._link.seconds(x.numel() * x.element_size()) * 1e9)
+        travel(x, flag, nanoseconds, self.blocks)
+        return True

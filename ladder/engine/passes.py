@@ -1,0 +1,64 @@
+"""How a pass is computed: by the decoder's own layers, by kernels, or from a CUDA graph of them."""
+
+import torch
+from torch import Tensor
+
+from ladder.engine.fused import Fused
+from ladder.engine.graphs import LARGEST, Graphs
+from ladder.engine.scheduler import Pass
+from ladder.errors import LadderError
+from ladder.kernels.ops import Ops
+from ladder.model import Decoder
+
+
+class Passes:
+    """A model's passes over a cache of its own, which grows with the longest request."""
+
+    def __init__(self, model: Decoder, slots: int, ops: Ops | None = None, graphs: bool = False) -> None:
+        """With `ops` the passes are the kernels'; with `graphs` decoding steps are replayed from CUDA graphs, which the
+        model's communicator must allow.
+        """
+        self._model = model
+        self._slots = slots
+        self._with_graphs = graphs
+        # one slot more, for the lines that fill up a graph's batch
+        self.cache = model.new_cache(slots + graphs, min(256, model.config.context))
+        self._fused = None if ops is None else Fused(model, self.cache, ops)
+        self._graphs: Graphs | None = None
+
+    def compute(self, work: Pass) -> tuple[Tensor, Tensor | None]:
+        """This rank's logits of every line's last token, [lines, block]; for a decoding step by kernels also the best
+        of every rank, see `Fused.step`.
+        """
+        width = max(map(len, work.tokens))
+        self._make_room(max(self.cache.lengths[slot] for slot in work.slots) + width)
+        device = self.cache.keys[0].device
+        with torch.inference_mode():
+            if self._fused is not None and width == 1 and len(work.lines) <= LARGEST:
+                return self._step(self._fused, work)
+            ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in work.tokens], device=device)
+            last = torch.tensor([len(piece) - 1 for piece in work.tokens], device=device)
+            if self._fused is not None:
+                return self._fused.prompts(ids, last, work.slots), None
+            return self._model(ids, self.cache, last, work.slots)[:, 0], None
+
+    def _step(self, fused: Fused, work: Pass) -> tuple[Tensor, Tensor]:
+        tokens = [piece[0] for piece in work.tokens]
+        positions = [self.cache.lengths[slot] for slot in work.slots]
+        if not self._with_graphs:
+            return fused.step(*torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device))
+        self._graphs = self._graphs or Graphs(fused, self._slots)
+        return self._graphs.step(tokens, work.slots, positions)
+
+    def _make_room(self, positions: int) -> None:
+        if positions <= self.cache.capacity:
+            return
+        capacity = 1 << (positions - 1).bit_length()
+        self._graphs = None  # they have the old cache's addresses
+        try:
+            self.cache.grow(capacity)
+        except RuntimeError:  # torch's word for no memory, on the CPU and on the GPU
+            raise LadderError(
+                f"no memory for a cache of {self._slots} requests of {capacity} tokens: "
+                "lower --batch or --max-new-tokens"
+            ) from None

@@ -1,0 +1,218 @@
+"""Attention of one new token per request over its slot of the cache, split along the positions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ladder.jit import tl, triton
+from ladder.kernels.device import let_others_start, wait_for_others
+from ladder.kernels.many import rotate_write_twin
+from ladder.kernels.place import Steps
+from ladder.kernels.table import Split
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where the splits of one kernel leave what they found; `arrived` is zero between kernels."""
+
+    parts: Tensor
+    weights: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def of(cls, batch: int, heads: int, head_dim: int, splits: int, device: torch.device) -> "Scratch":
+        parts = torch.empty(batch * heads * splits * head_dim, device=device)
+        weights = torch.empty(batch * heads * splits * 2, device=device)
+        return cls(parts, weights, torch.zeros(batch * heads, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def _heads(qkv, at, stride, inside, QS: tl.constexpr):
+    """One of the fused projection's outputs, the sum of its splits."""
+    x = tl.load(qkv + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for split in tl.static_range(1, QS):
+        x += tl.load(qkv + split * stride + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return x
+
+
+@triton.jit
+def _product(a, b, c, IEEE: tl.constexpr):
+    if IEEE:
+        return tl.dot(a, b, c, input_precision="ieee")
+    else:
+        return tl.dot(a, b, c)
+
+
+@triton.jit
+def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, parts, weights, arrived, eps, scale,
+            BATCH, CAPACITY, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
+            KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr, BT: tl.constexpr,
+            SPLITS: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    split = tl.program_id(0)
+    kv = tl.program_id(1)
+    b = tl.program_id(2)
+    n = tl.load(positions + b).to(tl.int32) + 1  # how many positions can be seen
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, n - WINDOW)
+    share = tl.cdiv(tl.cdiv(n - first, SPLITS), BT) * BT
+    begin = first + split * share
+    end = tl.minimum(n, begin + share)
+    half: tl.constexpr = D // 2  # keys and queries in halves, which are rotated against each other
+    d = tl.arange(0, DP)
+    h = tl.arange(0, HP)
+    g = tl.arange(0, GP)
+    t = tl.arange(0, BT)
+    row = KVHEADS * D
+    start = (tl.load(slots + b).to(tl.int64) * CAPACITY * KVHEADS + kv) * D
+    wide = d < D
+    low = h < half
+    # the newest position comes from the kernel before this one; all others can be had before it has finished
+    at = begin + t
+    old = (at < tl.minimum(end, n - 1))[:, None]
+    ka = tl.load(keys + start + at[:, None] * row + h[None, :], mask=old & low[None, :], other=0.0)
+    kb = tl.load(keys + start + at[:, None] * row + half + h[None, :], mask=old & low[None, :], other=0.0)
+    v = tl.load(values + start + at[:, None] * row + d[None, :], mask=old & wide[None, :], other=0.0)
+    c = tl.load(cos + b * half + h, mask=low, other=0.0)
+    s = tl.load(sin + b * half + h, mask=low, other=0.0)
+    if QKNORM:
+        q_gain_a = tl.load(q_gain + h, mask=low, other=0.0).to(tl.float32)
+        q_gain_b = tl.load(q_gain + half + h, mask=low, other=0.0).to(tl.float32)
+        k_gain_a = tl.load(k_gain + h, mask=low, other=0.0).to(tl.float32)
+        k_gain_b = tl.load(k_gain + half + h, mask=low, other=0.0).to(tl.float32)
+    wait_for_others(PDL)
+    let_others_start(PDL)
+    width = (G + 2) * KVHEADS * D
+    here = (g < G)[:, None] & low[None, :]
+    at_q = b * width + (kv * G + g[:, None]) * D + h[None, :]
+    qa = _heads(qkv, at_q, BATCH * width, here, QS)
+    qb = _heads(qkv, at_q + half, BATCH * width, here, QS)
+    at_k = b * width + (G * KVHEADS + kv) * D
+    xa = _heads(qkv, at_k + h, BATCH * width, low, QS)
+    xb = _heads(qkv, at_k + half + h, BATCH * width, low, QS)
+    new_v = _heads(qkv, at_k + KVHEADS * D + d, BATCH * width, wide, QS).to(v.dtype)
+    if QKNORM:
+        factor = tl.rsqrt((tl.sum(qa * qa, axis=1) + tl.sum(qb * qb, axis=1)) / D + eps)[:, None]
+        qa, qb = qa * factor * q_gain_a[None, :], qb * factor * q_gain_b[None, :]
+        factor = tl.rsqrt((tl.sum(xa * xa, axis=0) + tl.sum(xb * xb, axis=0)) / D + eps)
+        xa, xb = xa * factor * k_gain_a, xb * factor * k_gain_b
+    query_a = (qa * c[None, :] - qb * s[None, :]).to(ka.dtype)
+    query_b = (qb * c[None, :] + qa * s[None, :]).to(ka.dtype)
+    new_a = (xa * c - xb * s).to(ka.dtype)
+    new_b = (xb * c + xa * s).to(ka.dtype)
+    mine = (begin <= n - 1) & (n - 1 < end)
+    tl.store(keys + start + (n - 1) * row + h, new_a, mask=low & mine)
+    tl.store(keys + start + (n - 1) * row + half + h, new_b, mask=low & mine)
+    tl.store(values + start + (n - 1) * row + d, new_v, mask=wide & mine)
+    top = tl.full([GP], float("-inf"), tl.float32)
+    mass = tl.zeros([GP], tl.float32)
+    y = tl.zeros([GP, DP], tl.float32)
+    nothing = tl.zeros([GP, BT], tl.float32)
+    for block in range(begin, end, BT):
+        at = block + t
+        newest = (at == n - 1)[:, None]
+        ka = tl.where(newest, new_a[None, :], ka)
+        kb = tl.where(newest, new_b[None, :], kb)
+        v = tl.where(newest, new_v[None, :], v)
+        following = at + BT
+        old = (following < tl.minimum(end, n - 1))[:, None]
+        next_a = tl.load(keys + start + following[:, None] * row + h[None, :], mask=old & low[None, :], other=0.0)
+        next_b = tl.load(
+            keys + start + following[:, None] * row + half + h[None, :], mask=old & low[None, :], other=0.0
+        )
+        next_v = tl.load(values + start + following[:, None] * row + d[None, :], mask=old & wide[None, :], other=0.0)
+        score = _product(query_b, tl.trans(kb), _product(query_a, tl.trans(ka), nothing, IEEE), IEEE) * scale
+        score = tl.where((at < end)[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, axis=1))
+        fade = tl.exp(top - higher)
+        p = tl.exp(score - higher[:, None])
+        mass = mass * fade + tl.sum(p, axis=1)
+        y = _product(p.to(v.dtype), v, y * fade[:, None], IEEE)
+        top = higher
+        ka = next_a
+        kb = next_b
+        v = next_v
+    here = (g < G)[:, None] & wide[None, :]
+    line = b * KVHEADS + kv
+    to = out + (line * G + g[:, None]) * D + d[None, :]
+    if SPLITS == 1:
+        tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=here)
+    else:
+        slot = (line * SPLITS + split) * G + g
+        tl.store(parts + slot[:, None] * D + d[None, :], y, mask=here)
+        tl.store(weights + slot * 2, top, mask=g < G)
+        tl.store(weights + slot * 2 + 1, mass, mask=g < G)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + line, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(arrived + line, 0)
+            # unrolled, so that everything is asked for at once
+            every = (line * SPLITS + tl.arange(0, SPLITS)[:, None]) * G + g[None, :]
+            tops = tl.load(weights + every * 2, mask=(g < G)[None, :], other=0.0, cache_modifier=".cg")
+            masses = tl.load(weights + every * 2 + 1, mask=(g < G)[None, :], other=1.0, cache_modifier=".cg")
+            top = tl.max(tops, axis=0)
+            mass = tl.sum(masses * tl.exp(tops - top[None, :]), axis=0)
+            y = tl.zeros([GP, DP], tl.float32)
+            for another in tl.static_range(SPLITS):
+                slot = (line * SPLITS + another) * G + g
+                its_top = tl.load(weights + slot * 2, mask=g < G, other=0.0, cache_modifier=".cg")
+                part = tl.load(parts + slot[:, None] * D + d[None, :], mask=here, other=0.0, cache_modifier=".cg")
+                y += part * tl.exp(its_top - top)[:, None]
+            tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=here)
+
+
+def attend(
+    qkv: Tensor,
+    place: Steps,
+    gains: tuple[Tensor, Tensor, float] | None,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    window: int | None,
+    config: Split,
+    scratch: Scratch,
+    pdl: bool,
+) -> Tensor:
+    """softmax( q K^T / sqrt(d) ) V for one new token of every request, over its slot of the cache and itself.
+
+    `qkv` [splits, batch, (heads + 2 kv_heads) * d] is the fused projection's output, to be added up over its splits.
+    q and k are normalized by head where there are `gains` (of q, of k, eps), then rotated; k and v are written into the
+    cache, [slots, capacity, kv_heads, d], at the request's position. The positions are split over programs; the one
+    that ends last adds up what all found:  y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,  m = max_s m_s.
+    """
+    splits, batch, _ = qkv.shape
+    _, capacity, kv_heads, d = keys.shape
+    group = heads // kv_heads
+    out = torch.empty(batch, heads * d, dtype=keys.dtype, device=qkv.device)
+    q_gain, k_gain, eps = gains if gains is not None else (None, None, 0.0)
+    _attend[(config.splits, kv_heads, batch)](
+        qkv, place.cos, place.sin, q_gain, k_gain, keys, values, place.slots, place.positions, out,
+        scratch.parts, scratch.weights, scratch.arrived, eps, d**-0.5, batch, capacity,
+        G=group, GP=max(16, triton.next_power_of_2(group)), D=d, DP=max(16, triton.next_power_of_2(d)),
+        HP=max(16, triton.next_power_of_2(d // 2)),
+        KVHEADS=kv_heads, WINDOW=window or 0, QS=splits, QKNORM=gains is not None, BT=config.positions,
+        SPLITS=config.splits, IEEE=keys.dtype is torch.float32, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def attend_twin(
+    qkv: Tensor,
+    place: Steps,
+    gains: tuple[Tensor, Tensor, float] | None,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    window: int | None,
+) -> Tensor:
+    """The same with torch, one request after the other."""
+    d = keys.shape[-1]
+    q = rotate_write_twin(qkv.sum(0), place, gains, keys, values, heads).unflatten(-1, (-1, d))
+    found = []
+    for line, slot, position in zip(q, place.slots.tolist(), place.positions.tolist(), strict=True):
+        seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
+        k, v = (x[slot, seen].transpose(0, 1).unsqueeze(0) for x in (keys, values))
+        y = F.scaled_dot_product_attention(line.view(1, heads, 1, d).to(k.dtype), k, v, enable_gqa=True)
+        found.append(y.flatten())
+    return torch.stack(found)

@@ -1,0 +1,69 @@
+"""What every kernel needs of the chip: an early start, the wait for what came before, and the wait for a sum.
+
+A kernel is launched while the one before it still runs (programmatic dependent launch): it asks for its weights, which
+nobody writes, and only then waits. What was written two kernels ago may be read before that wait, too: the kernel
+before this one lets it start only after its own wait. `PDL` false leaves all of that out, for Triton's interpreter and
+for older chips.
+
+No grid may be larger than what the chip can hold at once: a kernel that waits for a sum would keep out the kernel that
+brings it.
+"""
+
+from ladder.jit import cuda, tl, triton
+
+
+@triton.jit
+def wait_for_others(PDL: tl.constexpr):
+    """Go on when everything launched before has finished and can be read."""
+    if PDL:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def let_others_start(PDL: tl.constexpr):
+    """The next kernel may be launched now."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_flag(flag, need):
+    """Go on when the communication stream has counted `flag` up to `need`: what it wrote before can be read."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; AGAIN: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra AGAIN; }",
+        "=r,l,r",
+        [flag.to(tl.int64), need],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def added(x, term, at, inside):
+    """x + term, rounded to the stream's type as torch does."""
+    more = tl.load(term + at, mask=inside, other=0.0, cache_modifier=".cg")
+    return (x + more.to(tl.float32)).to(more.dtype).to(tl.float32)
+
+
+@triton.jit
+def gathered(base, first, second, drift, flag1, flag2, need, saved, at, inside, save,
+             SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFT: tl.constexpr):  # fmt: skip
+    """base + sums + drift, once the flagged sums have arrived. base + sums is kept where `save` says so.
+
+    What other kernels or the communication stream have written is read past the first-level cache, which may be stale.
+    """
+    if FLAGS >= 1:
+        wait_for_flag(flag1, need)
+    if FLAGS >= 2:
+        wait_for_flag(flag2, need)
+    x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if SUMS >= 1:
+        x = added(x, first, at, inside)
+    if SUMS >= 2:
+        x = added(x, second, at, inside)
+    if SUMS >= 1:
+        tl.store(saved + at, x.to(saved.dtype.element_ty), mask=inside & save)
+    if DRIFT:
+        x = added(x, drift, at, inside)
+    return x

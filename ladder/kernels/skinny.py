@@ -1,0 +1,94 @@
+"""A few rows of activations times a weight."""
+
+import torch
+from torch import Tensor
+
+from ladder.jit import tl, triton
+from ladder.kernels.device import let_others_start, wait_for_others
+from ladder.kernels.table import Skinny
+
+
+@triton.jit
+def _product(w, x, y, IEEE: tl.constexpr):
+    if IEEE:
+        return tl.dot(w, x, y, input_precision="ieee")
+    else:
+        return tl.dot(w, x, y)
+
+
+@triton.jit
+def _skinny(x, weight, bias, plus, out, scale, M, N, K: tl.constexpr,
+            MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr,
+            PAIR: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, STAGES: tl.constexpr,
+            IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    r = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, MB)
+    k = tl.arange(0, BK)
+    here = (r < N)[:, None]
+    live = (m < M)[None, :]
+    depth: tl.constexpr = K // SPLITS
+    rows = weight + r.to(tl.int64)[:, None] * K + split * depth
+    lines = x + m[None, :] * K + split * depth
+    pair = N.to(tl.int64) * K
+    ya = tl.zeros([BN, MB], tl.float32)
+    yb = tl.zeros([BN, MB], tl.float32)
+    if EARLY > 0:
+        e = tl.arange(0, EARLY)
+        early_a = tl.load(rows + e[None, :], mask=here, other=0.0)
+        if PAIR:
+            early_b = tl.load(rows + pair + e[None, :], mask=here, other=0.0)
+    wait_for_others(PDL)
+    let_others_start(PDL)
+    if EARLY > 0:
+        early_x = tl.load(lines + e[:, None], mask=live, other=0.0)
+        ya = _product(early_a, early_x, ya, IEEE)
+        if PAIR:
+            yb = _product(early_b, early_x, yb, IEEE)
+    for at in tl.range(EARLY, depth, BK, num_stages=STAGES):
+        inside = at + k < depth
+        xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
+        wa = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
+        ya = _product(wa, xs, ya, IEEE)
+        if PAIR:
+            wb = tl.load(rows + pair + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
+            yb = _product(wb, xs, yb, IEEE)
+    if BIAS:
+        if split == 0:
+            ya += tl.load(bias + r, mask=r < N, other=0.0).to(tl.float32)[:, None]
+            if PAIR:
+                yb += tl.load(bias + N + r, mask=r < N, other=0.0).to(tl.float32)[:, None]
+    there = (split * M + m)[None, :] * N + r[:, None]
+    if PAIR:
+        ya = ya * tl.sigmoid(ya) * yb
+    if PLUS:
+        ya += scale * tl.load(plus + there, mask=here & live, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(out + there, ya.to(out.dtype.element_ty), mask=here & live)
+
+
+def skinny(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pair: bool,
+    plus: Tensor | None,
+    divisor: int,
+    out: Tensor,
+    config: Skinny,
+    pdl: bool,
+) -> None:
+    """out[s] = f( x_s W_s^T + bias ) + plus / divisor, with x [rows, inputs] and W cut into `splits` along the inputs.
+
+    out is [splits, rows, outputs], to be added up by whoever reads it; only one split can have a `pair` (then
+    f = silu(gate) * up, see `gemv`), or a `plus`. The first has the bias.
+    """
+    rows, width = x.shape
+    outputs = weight.shape[0] // (1 + pair)
+    assert out.shape[0] == config.splits and (config.splits == 1 or not (pair or plus is not None))
+    _skinny[(-(-outputs // config.rows), config.splits)](
+        x, weight, bias, plus, out, 1 / divisor, rows, outputs,
+        K=width, MB=max(16, triton.next_power_of_2(rows)), BN=config.rows, BK=config.depth, EARLY=config.early,
+        SPLITS=config.splits, PAIR=pair, BIAS=bias is not None, PLUS=plus is not None, STAGES=config.stages,
+        IEEE=x.dtype is torch.float32, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip

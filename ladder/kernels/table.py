@@ -1,0 +1,171 @@
+"""Which shape of kernel suits which shape of weight: measured on a chip (`ladder tune`), kept as data."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ladder.errors import LadderError
+
+WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """One row of activations."""
+
+    rows: int  # of the weight in a tile
+    warps: int
+    programs: int  # at most; each takes an equal share of the rows
+    stages: int
+
+
+@dataclass(frozen=True)
+class Skinny:
+    """A few rows."""
+
+    rows: int  # of the weight in a tile
+    depth: int  # its columns
+    splits: int  # along the inputs
+    stages: int
+    warps: int
+    early: int  # columns that are asked for before the wait
+
+
+@dataclass(frozen=True)
+class Split:
+    """Attention."""
+
+    splits: int
+    positions: int  # in a block
+    warps: int
+
+
+Config = Gemv | Skinny | Split | None  # None: the library's matrix product
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a configuration is chosen by."""
+
+    kernel: str  # project, attend
+    batch: int  # the bucket: a power of two
+    outputs: int
+    inputs: int
+    pair: bool = False
+    bytes: int = 2  # of an element
+
+    @property
+    def splittable(self) -> bool:
+        """Whether whoever reads the output adds up splits: attention does, of its fused input projection."""
+        return self.kernel == "qkv"
+
+
+class Table:
+    """Tuned configurations of one chip; shapes it does not list get a configuration by rule."""
+
+    def __init__(self, chip: str, rows: dict[Shape, Config] | None = None) -> None:
+        self.chip = chip
+        self.rows = dict(rows or {})
+
+    @classmethod
+    def of(cls, chip: str) -> "Table":
+        """The table that came with the package."""
+        return cls(chip, _shipped().get(chip))
+
+    def __getitem__(self, shape: Shape) -> Config:
+        return self.rows[shape] if shape in self.rows else rule(shape)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """One JSON object per row."""
+        return [
+            {"chip": self.chip, **asdict(shape), "config": None if config is None else _named(config)}
+            for shape, config in self.rows.items()
+        ]
+
+    @staticmethod
+    def read(lines: list[dict[str, Any]]) -> dict[str, dict[Shape, Config]]:
+        """The rows of every chip in `lines`."""
+        tables: dict[str, dict[Shape, Config]] = {}
+        for line in lines:
+            line = dict(line)
+            chip, config = line.pop("chip"), line.pop("config")
+            tables.setdefault(chip, {})[Shape(**line)] = None if config is None else _config(dict(config))
+        return tables
+
+
+def read_table(path: Path) -> dict[str, dict[Shape, Config]]:
+    """What `ladder tune` wrote, by chip."""
+    try:
+        return Table.read([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    except OSError as error:
+        raise LadderError(f"no table of tuned kernels: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LadderError(f"{path} is no table of tuned kernels: make one with `ladder tune`") from None
+
+
+_KINDS: dict[str, type[Gemv] | type[Skinny] | type[Split]] = {"gemv": Gemv, "skinny": Skinny, "split": Split}
+
+
+def _named(config: Gemv | Skinny | Split) -> dict[str, Any]:
+    return {"kind": type(config).__name__.lower(), **asdict(config)}
+
+
+def _config(raw: dict[str, Any]) -> Gemv | Skinny | Split:
+    return _KINDS[raw.pop("kind")](**raw)
+
+
+@cache
+def _shipped() -> dict[str, dict[Shape, Config]]:
+    text = (files("ladder.kernels") / "tuned.jsonl").read_text(encoding="utf-8")
+    return Table.read([json.loads(line) for line in text.splitlines()])
+
+
+def power(n: int) -> int:
+    """The largest power of two that is not more than n."""
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def rule(shape: Shape) -> Config:
+    """A configuration that is never far off: tiles of some 16 to 32 KB, enough of them under way, one wave."""
+    if shape.kernel == "attend":  # outputs: heads of keys on this rank; inputs: the cache's positions
+        splits = min(power(WAVE // (shape.batch * shape.outputs)), 16 if shape.inputs <= 8192 else 32)
+        return Split(max(1, min(splits, power(shape.inputs // 16))), 64 if shape.bytes == 2 else 32, 4)
+    if shape.batch == 1:
+        line = shape.inputs * shape.bytes * (1 + shape.pair)
+        rows = max(1, min(power(28 * 1024 // line), power(shape.outputs // WAVE)))
+        return Gemv(rows, 8 if line >= 1 << 14 else 4, WAVE, 4 if rows * line < 1 << 15 else 3)
+    if shape.batch > 64:
+        return None
+    depth = max(16, min(128 * 2 // shape.bytes, power(shape.inputs)))
+    rows = 32 if shape.pair else 64
+    tiles = -(-shape.outputs // rows)
+    splits = min(8, power(WAVE // tiles)) if shape.splittable else 1
+    while shape.inputs % (splits * 16) or shape.inputs // splits < depth:
+        splits //= 2
+        if splits <= 1:
+            splits = 1
+            break
+    stages = 5 if shape.batch <= 16 else 4
+    early = depth if shape.inputs // splits >= 4 * depth and shape.batch <= 16 else 0
+    return Skinny(rows, depth, splits, stages, 4, early)
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """What `ladder tune` tries beside the rule's own choice."""
+    known = rule(shape)
+    found: list[Config] = [known]
+    if isinstance(known, Split):
+        found += [replace(known, splits=s, warps=w) for s in (4, 8, 16) for w in (4, 8)]
+    elif isinstance(known, Gemv):
+        for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
+            found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
+    elif isinstance(known, Skinny):
+        splits = (2, 4, 8) if shape.splittable else (1,)
+        for rows, depth, stages in ((64, 128, 6), (64, 128, 8), (64, 256, 4), (64, 256, 5), (64, 256, 6), (32, 128, 6),
+                                    (32, 256, 5), (32, 256, 6), (32, 512, 3), (128, 128, 5)):  # fmt: skip
+            found += [Skinny(rows, depth, s, stages, 4, 0) for s in splits]
+        found += [replace(known, early=0), None]
+    return list(dict.fromkeys(found))

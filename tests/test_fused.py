@@ -1,0 +1,96 @@
+"""The forward pass by kernels against the oracle: every wiring, as prompts and then token by token."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder.comm.base import Comm
+from ladder.comm.emulated import World
+from ladder.config import ModelConfig
+from ladder.engine.fused import Fused
+from ladder.jit import PRESENT
+from ladder.kernels.ops import Kernels, Ops, Twins
+from ladder.kernels.table import Table
+from tests import oracle
+from tests.test_parity import FAMILIES, HYBRIDS, WIRINGS, assert_close
+from tests.weights import decoder, draw, tiny
+
+PROMPT, STEPS = 5, 2
+
+
+TURNS = threading.Lock()
+
+
+class InTurns:
+    """The kernels in Triton's interpreter, which conftest.py has asked for, and which does one thing at a time."""
+
+    def __init__(self) -> None:
+        self._kernels = Kernels(Table("any"), pdl=False)
+
+    def __getattr__(self, name: str) -> Any:
+        def op(*arguments: Any) -> Any:
+            with TURNS:
+                return getattr(self._kernels, name)(*arguments)
+
+        return op
+
+
+def fused_logits(
+    config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, ops: Ops, comm: Comm | None
+) -> Tensor:
+    """[batch, STEPS + 1, vocab]: of the prompt's last token, and of those that follow, each request in another slot."""
+    model = decoder(config, weights, comm)
+    batch = len(tokens)
+    slots = list(range(batch - 1, -1, -1))
+    fused = Fused(model, model.new_cache(batch, 16), ops)
+    last = torch.full((batch,), PROMPT - 1)
+    found = [fused.prompts(tokens[:, :PROMPT], last, slots)]
+    fused.cache.advance([PROMPT] * batch, slots)
+    for position in range(PROMPT, PROMPT + STEPS):
+        logits, best = fused.step(tokens[:, position], torch.tensor(slots), torch.full((batch,), position))
+        found.append(logits)
+        values, ids = best[:, 0::2], best[:, 1::2].long()
+        whole = model.comm.all_gather(logits)[:, : config.vocab]
+        assert torch.equal(values.max(1).values, whole.max(1).values)
+        assert torch.equal(ids.gather(1, values.argmax(1, keepdim=True))[:, 0], whole.argmax(1))
+    return model.comm.all_gather(torch.stack(found, 1))[..., : config.vocab]
+
+
+def check(config: ModelConfig, size: int, ops: Any, batch: int) -> None:
+    weights = draw(config)
+    tokens = torch.randint(config.vocab, (batch, PROMPT + STEPS), generator=torch.Generator().manual_seed(3))
+    expected = oracle.logits(config, weights, tokens, config.wiring.layers, size)[:, PROMPT - 1 :]
+    with World(size) as world:
+        for found in world.run(lambda comm: fused_logits(config, weights, tokens, ops(), comm)):
+            assert_close(found, expected)
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("wiring", (*WIRINGS, *(" ".join(f"{row}:1" for row in hybrid) for hybrid in HYBRIDS)))
+def test_wirings(wiring: str, size: int, batch: int) -> None:
+    check(tiny(4).rewired(wiring), size, Twins, batch)
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, batch: int) -> None:
+    check(tiny(4, **FAMILIES[family]).rewired("ladder"), 2, Twins, batch)
+
+
+# The interpreter takes seconds for a model; what is left to see is that each kernel gets what its twin gets.
+@pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("wiring", ("standard", "parallel", "ladder-1-2", "desync-2x"))
+def test_kernels(wiring: str, batch: int) -> None:
+    check(tiny(2).rewired(wiring), 2, InTurns, batch)
+
+
+@pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
+@pytest.mark.parametrize("family", ("all_biases", "qk_norm", "windows"))
+def test_kernels_of_families(family: str) -> None:
+    rest = {**FAMILIES[family], **({"windows": (1, 3)} if family == "windows" else {})}
+    check(tiny(2, **rest).rewired("ladder"), 1, InTurns, 1)
