@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,31 @@ def graph(comm: Comm, device: torch.device) -> None:
     judge(comm, "sums after a CUDA graph", [error(sum_.wait(), comm.size, i) for i, sum_ in enumerate(pending)])
 
 
+def light(comm: Comm, device: torch.device) -> None:
+    """Sums by the kernel of our own, which sets a flag: one after another, and from a graph that is replayed."""
+    for dtype, count in product((torch.float32, torch.bfloat16), (1, 1000, 8192, 65536)):
+        errors, flags = [], torch.zeros(3, dtype=torch.int32, device=device)
+        for seed in range(3):
+            x = mine(comm.rank, count, dtype, seed).to(device)
+            done = comm.all_reduce_and_signal(x, flags[seed : seed + 1])  # type: ignore[attr-defined]
+            torch.cuda.synchronize()
+            errors.append(error(x, comm.size, seed) if done and int(flags[seed]) == done[1] else float("inf"))
+        judge(comm, "a sum that sets a flag", errors, dtype=str(dtype), count=count)
+    x = mine(comm.rank, 8192, torch.float32, 7).to(device)
+    start, flag = x.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    stream, recorded = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded, stream=stream):
+        x.copy_(start)
+        comm.all_reduce_and_signal(x, flag)  # type: ignore[attr-defined]
+    for replay in range(3):
+        start.copy_(mine(comm.rank, 8192, torch.float32, replay).to(device))
+        recorded.replay()
+        torch.cuda.synchronize()
+        judge(comm, "a sum that sets a flag, in a CUDA graph", [error(x, comm.size, replay)], replay=replay)
+
+
 def sums(comm: Comm, device: torch.device) -> None:
+    light(comm, device)
     single(comm, device)
     many(comm, device)
     graph(comm, device)
@@ -143,7 +168,7 @@ def sums(comm: Comm, device: torch.device) -> None:
 def tokens(tp: int, device: str) -> None:
     directory = Path(tempfile.mkdtemp()) / "model"
     save(load(Decoder(ModelConfig.named("tiny")), Random(seed=5, deviation=0.15)), directory)
-    for wiring in WIRINGS:
+    for wiring in sys.argv[4:] or WIRINGS:
         with LLM(directory, wiring=wiring) as llm:
             expected = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(TOKENS))]
         begin = time.monotonic()

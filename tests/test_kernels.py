@@ -15,7 +15,7 @@ from torch import Tensor
 from ladder.jit import PRESENT
 from ladder.kernels.attend import Scratch, attend, attend_twin
 from ladder.kernels.best import best, best_twin
-from ladder.kernels.gemv import SHARED, beside_sums, gemv, gemv_twin
+from ladder.kernels.gemv import beside_sums, gemv, gemv_twin
 from ladder.kernels.many import gate, rotate_write, rotate_write_twin
 from ladder.kernels.norm import add_norm, add_norm_twin
 from ladder.kernels.ops import Kernels, Twins
@@ -23,7 +23,7 @@ from ladder.kernels.place import Steps
 from ladder.kernels.skinny import skinny
 from ladder.kernels.start import start, start_twin
 from ladder.kernels.stream import Source
-from ladder.kernels.table import Gemv, Skinny, Split, Table
+from ladder.kernels.table import SHARED, Gemv, Skinny, Split, Table
 
 pytestmark = pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.comm.base import Arrived, Comm, Pending
+from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.comm.link import LINKS, Link
+from ladder.comm.one_rank import OneRank
 from ladder.comm.timed import Timed
 from ladder.errors import LadderError
 
@@ -59,20 +60,8 @@ def test_refused(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-class Instant:
-    """Two ranks whose sums are there at once."""
-
-    size, rank = 2, 0
-
-    def all_reduce(self, x: Tensor) -> Pending:
-        return Arrived(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat((x, x), dim=-1)
-
-
 def test_a_sum_arrives_no_earlier_than_its_time_and_nobody_burns_it() -> None:
-    comm = Timed(Instant(), Link(0.05, 1e6))  # 50 ms, and 1 us per byte
+    comm = Timed(OneRank(2), Link(0.05, 1e6))  # 50 ms, and 1 us per byte
     begin, burnt = time.monotonic(), time.thread_time()
     comm.all_reduce(torch.zeros(12_500)).wait()  # 50,000 bytes
     assert time.monotonic() - begin >= 0.1
@@ -83,7 +72,7 @@ def test_a_sum_arrives_no_earlier_than_its_time_and_nobody_burns_it() -> None:
 
 
 def test_a_reader_that_comes_late_does_not_wait() -> None:
-    comm = Timed(Instant(), Link(0.05, 1e12))
+    comm = Timed(OneRank(2), Link(0.05, 1e12))
     pending = comm.all_reduce(torch.zeros(2))
     time.sleep(0.06)
     begin = time.monotonic()
@@ -92,7 +81,7 @@ def test_a_reader_that_comes_late_does_not_wait() -> None:
 
 
 def test_one_message_after_another() -> None:
-    comm = Timed(Instant(), Link(0.05, 1e12))
+    comm = Timed(OneRank(2), Link(0.05, 1e12))
     begin = time.monotonic()
     first, second = comm.all_reduce(torch.zeros(2)), comm.all_reduce(torch.zeros(2))
     second.wait()

@@ -22,7 +22,8 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
 
-    # Whether its sums can be part of a CUDA graph is an attribute `capturable`; who has none cannot.
+    # Two attributes are optional, and false where they are missing. `capturable`: its sums can be part of a CUDA graph.
+    # `signals`: they can set a flag, see comm/signalled.py.
 
     def all_reduce(self, x: Tensor) -> Pending:
         """Start summing `x` over the ranks. `x` belongs to the communicator from here on; it may be overwritten."""

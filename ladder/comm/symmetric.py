@@ -95,6 +95,7 @@ class Symmetric:
         self._stream = torch.cuda.Stream(room.memory.device, priority=-1)  # high: sums must not queue behind compute
         # the few messages that are not for symmetric memory go to `inner`
         self.capturable = getattr(inner, "capturable", False)
+        self.signals = room.light is not None
         self.size = inner.size
         self.rank = inner.rank
 

@@ -29,4 +29,13 @@ def _travel(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
 def travel(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int) -> None:
     """x <- x, no sooner than after `nanoseconds`; then flag <- flag + 1 from each of the blocks."""
     words = x.view(-1).view(_WORD[x.element_size()])
-    _travel[(blocks,)](words, words.numel(), flag, nanoseconds, FLAG=flag is not None, BLOCK=1024, num_warps=WARPS)
+    block = 1024 if words.numel() < 1 << 17 else 4096
+    _travel[(blocks,)](
+        words,
+        words.numel(),
+        flag,
+        nanoseconds,
+        FLAG=flag is not None,
+        BLOCK=block,
+        num_warps=WARPS,
+    )

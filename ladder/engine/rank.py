@@ -68,7 +68,7 @@ def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callab
     if device.type == "cuda" and opened.options.kernels and PRESENT and opened.config.dtype != "float64":
         ops = Kernels.on(device, opened.table)
         graphs = getattr(wire, "capturable", False)
-        if graphs and wire.size > 1:
+        if wire.size > 1 and (graphs or getattr(wire, "signals", False)):
             wire = Signalled([wire], device, 2 * opened.config.layers + 1)  # a flag for each sum, the embedding's too
     model = load(Decoder(opened.config, wire, device), opened.directory, opened.options.check, progress)
     return Core(model, opened.options.batch, opened.options.chunk, ops, graphs)

@@ -48,6 +48,7 @@ class Watched:
         self._inner = inner
         self._vitals = vitals
         self.capturable = getattr(inner, "capturable", False)
+        self.signals = getattr(inner, "signals", False)
         self.size = inner.size
         self.rank = inner.rank
 

@@ -15,7 +15,7 @@ def _best(logits, out, step, first, count, BLOCK: tl.constexpr, PDL: tl.constexp
     at = tl.zeros([BLOCK], tl.int32)
     odd = tl.zeros([BLOCK], tl.int32)
     wait_for_others(PDL)
-    for begin in range(0, count, BLOCK):
+    for begin in tl.range(0, count, BLOCK, num_stages=3):
         here = begin + i
         x = tl.load(logits + b.to(tl.int64) * step + here, mask=here < count, other=float("-inf"), cache_modifier=".cg")
         x = x.to(tl.float32)
@@ -35,7 +35,7 @@ def best(logits: Tensor, first: int, count: int, pdl: bool) -> Tensor:
     Numbers of tokens are whole in float32 up to 2^24, the largest vocabulary there may be.
     """
     out = torch.empty(len(logits), 2, device=logits.device)
-    _best[(len(logits),)](logits, out, logits.shape[1], first, count, BLOCK=2048, PDL=pdl, num_warps=8, launch_pdl=pdl)
+    _best[(len(logits),)](logits, out, logits.shape[1], first, count, BLOCK=4096, PDL=pdl, num_warps=8, launch_pdl=pdl)
     return out
 
 

@@ -7,9 +7,7 @@ from torch.nn import functional as F
 from ladder.jit import tl, triton
 from ladder.kernels.device import gathered, let_others_start, wait_for_others
 from ladder.kernels.stream import Source
-from ladder.kernels.table import Gemv
-
-SHARED = 220 * 1024  # bytes for the tiles under way on a multiprocessor
+from ladder.kernels.table import SHARED, Gemv
 
 
 @triton.jit

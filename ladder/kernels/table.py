@@ -9,6 +9,7 @@ from typing import Any
 
 from ladder.errors import LadderError
 
+SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
 WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
 
 
@@ -136,7 +137,10 @@ def rule(shape: Shape) -> Config:
     if shape.batch == 1:
         line = shape.inputs * shape.bytes * (1 + shape.pair)
         rows = max(1, min(power(28 * 1024 // line), power(shape.outputs // WAVE)))
-        return Gemv(rows, 8 if line >= 1 << 14 else 4, WAVE, 4 if rows * line < 1 << 15 else 3)
+        stages = 4 if rows * line < 1 << 15 else 3
+        ring = rows * power(2 * shape.inputs - 1) * shape.bytes * (1 + shape.pair) * (stages - 1)
+        if ring <= SHARED:  # else a row of it is too wide
+            return Gemv(rows, 8 if line >= 1 << 14 else 4, WAVE if 2 * ring <= SHARED else WAVE // 2, stages)
     if shape.batch > 64:
         return None
     depth = max(16, min(128 * 2 // shape.bytes, power(shape.inputs)))
@@ -163,9 +167,16 @@ def candidates(shape: Shape) -> list[Config]:
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
     elif isinstance(known, Skinny):
-        splits = (2, 4, 8) if shape.splittable else (1,)
-        for rows, depth, stages in ((64, 128, 6), (64, 128, 8), (64, 256, 4), (64, 256, 5), (64, 256, 6), (32, 128, 6),
-                                    (32, 256, 5), (32, 256, 6), (32, 512, 3), (128, 128, 5)):  # fmt: skip
-            found += [Skinny(rows, depth, s, stages, 4, 0) for s in splits]
-        found += [replace(known, early=0), None]
+        splits = (4, 8) if shape.splittable else (1,)
+        for rows, depth, stages in (
+            (64, 128, 6),
+            (64, 128, 8),
+            (64, 256, 4),
+            (32, 128, 6),
+            (32, 256, 5),
+            (128, 128, 5),
+        ):
+            found += [Skinny(rows, depth, s, stages, 4, early) for s in splits for early in (0, 256)]
+        found += [replace(known, early=early) for early in (0, 128, 256, 512) if early <= shape.inputs // known.splits]
+        found.append(None)
     return list(dict.fromkeys(found))

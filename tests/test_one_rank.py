@@ -1,0 +1,155 @@
+"""One rank of many: its communicator, the bounds of its schedules, and the lanes of a profiled step."""
+
+import json
+import statistics
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder.bench.one_rank import WIRINGS, bound_ms, spread
+from ladder.bench.step_trace import kernels_of, step_of
+from ladder.bench.tune import tuned
+from ladder.comm.link import Link
+from ladder.comm.one_rank import OneRank
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.jit import PRESENT
+from ladder.kernels.table import SHARED, Gemv, Shape, Skinny, Split, Table, candidates, rule
+from ladder.model import Decoder
+from ladder.wiring import Wiring
+
+PART = {"attention_us": 15.0, "mlp_us": 40.0, "rest_us": 100.0}
+
+
+def simulated(pattern: str, wire: float, lanes: int, layers: int) -> float:
+    """Milliseconds of a step, sub-block by sub-block: the naive account that the bounds must agree with."""
+    now, free, sums = wire, [0.0] * lanes, []
+    count = 0
+    for layer in Wiring.parse(pattern, layers).sub_blocks():
+        for block, us in zip(layer, (PART["attention_us"], PART["mlp_us"]), strict=True):
+            now = max([now, *sums[: len(sums) - block.lag]]) + us
+            if block.out == "reduce":
+                lane = count % lanes
+                free[lane] = max(free[lane], now) + wire
+                sums.append(free[lane])
+                count += 1
+    return (max([now, *sums]) + PART["rest_us"]) / 1e3
+
+
+@pytest.mark.parametrize("pattern, wire", product([name for name in WIRINGS if name != "none"], (0.1, 8, 24, 50, 80)))
+def test_the_bound_is_what_the_schedule_takes(pattern: str, wire: float) -> None:
+    for lanes in (1, 2) if pattern == "ladder-1-2" else (1,):
+        layers = 400  # beginning and end of a step are left out of the bound
+        bound = bound_ms(pattern, PART, wire, lanes, layers)
+        assert bound == pytest.approx(simulated(pattern, wire, lanes, layers), rel=0.01)
+
+
+def test_the_rank_that_is_there() -> None:
+    comm = OneRank(4, Link(1.0, 1e9))  # on the CPU nothing travels
+    x = torch.arange(3.0)
+    assert (comm.size, comm.rank) == (4, 0)
+    assert torch.equal(comm.all_reduce(x.clone()).wait(), x)
+    assert comm.all_gather(x).tolist() == [0.0, 1.0, 2.0] * 4
+
+
+def test_spread() -> None:
+    found = [float(n) for n in range(1, 26)]
+    assert spread(found)["ms"] == statistics.median(found) and spread(found)["steps"] == 25
+
+
+def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
+    """A step of two layers as the profiler would tell it, in microseconds; the MLP of layer 1 waits for 4 of them."""
+    events, at = [("_start", 0, 2), ("_travel", 2, 5)], 5
+    for _ in range(2):
+        for name, us in (("_gemv", 3), ("_attend", 1), ("_gemv", 2), ("_gemv", 6), ("_gemv", 4)):
+            at += us
+            events.append((name, at - us - 1, at))  # they start early
+    ends = [end for name, _, end in events if name in ("_gemv", "_attend")]
+    sums = [ends[2], ends[4], ends[7], ends[9]]
+    events += [
+        ("_travel", sums[0], sums[0] + 1),
+        ("_travel", sums[1], sums[1] + 10),
+        ("_travel", 28, 29),
+        ("_travel", 45, 46),
+    ]
+    raw = [{"cat": "kernel", "name": name, "ts": begin, "dur": end - begin} for name, begin, end in events]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*raw, {"cat": "cpu_op", "name": "x"}]}))
+    model = Decoder(ModelConfig(16, 2, 4, 4, 16, vocab=16).rewired("ladder"), device="meta")
+    step = step_of(kernels_of(tmp_path / "trace.json"), model, "ladder")
+    assert [span.name for span in step.compute] == ["attention 0", "MLP 0", "attention 1", "MLP 1"]
+    assert [(round(w.begin * 1e3), round(w.end * 1e3)) for w in step.waits[1:]] == [(27, 31)]
+    assert len(step.wire) == 5
+
+
+SHAPES = [
+    Shape(kernel, batch, outputs, inputs, kernel == "gate_up", size)
+    for kernel, batch, outputs, inputs, size in product(
+        ("qkv", "gate_up", "row", "head"), (1, 2, 16, 64), (13, 1280, 16032), (16, 96, 4096, 8192, 14336, 16384), (2, 4)
+    )
+]
+
+
+def test_configurations_by_rule_fit_a_chip() -> None:
+    """Shared memory, and shapes that Triton can compile."""
+    for shape in SHAPES:
+        config = rule(shape)
+        width = 1 << (shape.inputs - 1).bit_length()
+        if isinstance(config, Gemv):
+            assert config.rows * width * shape.bytes * (1 + shape.pair) * (config.stages - 1) <= SHARED, shape
+        else:
+            assert isinstance(config, Skinny)
+            tile = (config.rows * (1 + shape.pair) + max(16, shape.batch)) * config.depth * shape.bytes
+            assert tile * (config.stages - 1) <= SHARED, shape
+            assert shape.inputs % config.splits == 0 and config.early <= shape.inputs // config.splits
+            assert config.splits == 1 or shape.splittable
+        assert config in candidates(shape)
+    assert rule(Shape("qkv", 128, 1280, 8192)) is None  # the library's
+
+
+@pytest.mark.parametrize("batch, heads, positions", product((1, 16, 64), (1, 8), (16, 300, 1 << 17)))
+def test_attention_by_rule(batch: int, heads: int, positions: int) -> None:
+    config = rule(Shape("attend", batch, heads, positions))
+    assert isinstance(config, Split) and config.splits & (config.splits - 1) == 0
+    assert config.splits == 1 or (config.splits * batch * heads <= 256 and config.splits * 16 <= positions)
+
+
+def test_a_table_is_its_lines() -> None:
+    rows = {
+        Shape("qkv", 1, 8, 16): Gemv(1, 4, 256, 3),
+        Shape("row", 2, 8, 16): None,
+        Shape("attend", 1, 1, 64): Split(4, 64, 4),
+    }
+    table = Table("a chip", rows)
+    assert Table.read(json.loads(json.dumps(table.lines()))) == {"a chip": rows}
+    assert table[Shape("qkv", 1, 8, 16)] == Gemv(1, 4, 256, 3) and table[Shape("qkv", 2, 8, 16)] == rule(
+        Shape("qkv", 2, 8, 16)
+    )
+
+
+def test_the_shipped_table_is_sound() -> None:
+    rows = Table.of("NVIDIA H200").rows
+    assert any(shape.outputs == 3584 and shape.batch == 1 for shape in rows)
+    assert Table.of("an unknown chip").rows == {}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("llama-3-70b", 3, (1,)), "cannot be shared|degrees"),
+        (("no-such-size", 8, (1,)), "no-such-size"),
+        (("llama-3-70b", 8, (65,)), "batch must be from 1 to 64"),
+        (("llama-3-70b", 8, ()), "batch must be from 1 to 64"),
+    ],
+)
+def test_tuning_refuses(tmp_path: Path, arguments: tuple[str, int, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        next(tuned(tmp_path / "table.jsonl", *arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or not PRESENT, reason="for machines without a GPU")
+def test_tuning_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(LadderError, match="cuda"):
+        next(tuned(tmp_path / "table.jsonl", "llama-3-8b", 1, (1,)))
+    assert not list(tmp_path.iterdir())

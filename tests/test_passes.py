@@ -1,0 +1,59 @@
+"""The engine with the kernels' vocabulary gives the same tokens as with the decoder's own layers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder.checkpoint import Random, load
+from ladder.comm.base import Comm
+from ladder.comm.emulated import World
+from ladder.config import ModelConfig
+from ladder.engine.core import Add, Core
+from ladder.engine.options import EngineOptions, SamplingParams
+from ladder.engine.requests import Opened
+from ladder.engine.sampling import likeliest
+from ladder.engine.scheduler import Job
+from ladder.errors import LadderError
+from ladder.kernels.ops import Ops, Twins
+from ladder.model import Decoder
+from tests.checkpoints import tiny
+
+PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
+
+
+def tokens(comm: Comm, ops: Ops | None, params: SamplingParams, wiring: str) -> dict[int, list[int | None]]:
+    """What each of the prompts is answered with; three slots, so that some wait, and a cache that grows."""
+    config = ModelConfig.named("tiny").rewired(wiring)
+    core = Core(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, ops=ops)
+    core.tell(Add(Job(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 3))
+    found: dict[int, list[int | None]] = {}
+    while core.busy:
+        for token in core.step():
+            found.setdefault(token.id, []).append(token.token)
+    return found
+
+
+@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("wiring", ("standard", "ladder", "parallel", "standard:2 ladder-1-2:2", "desync-2x"))
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_same_tokens(wiring: str, temperature: float, size: int) -> None:
+    params = SamplingParams(16, temperature, seed=4)
+    with World(size) as world:
+        plain = world.run(lambda comm: tokens(comm, None, params, wiring))
+        by_twins = world.run(lambda comm: tokens(comm, Twins(), params, wiring))
+    assert plain == by_twins and len(plain[0]) == 3 * len(PROMPTS)
+
+
+def test_the_likeliest_of_several_ranks() -> None:
+    nan, inf = float("nan"), float("inf")
+    best = torch.tensor([[1.0, 3, 2.0, 700], [2.0, 5, 2.0, 9], [nan, 1, 5.0, 9], [-inf, 0, -inf, 4], [0.5, 7, inf, 9]])
+    assert likeliest(best) == [700, 5, None, None, None]
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "model")
+    (tmp_path / "bad.jsonl").write_text('{"chip": "x"}\n')
+    for path, message in ((tmp_path / "bad.jsonl", "no table of tuned kernels"), (tmp_path / "absent", "No such file")):
+        with pytest.raises(LadderError, match=message):
+            Opened(EngineOptions(model, tuned=path))
