@@ -48,6 +48,9 @@ def fused_logits(
     fused = Fused(model, model.new_cache(batch, 16), ops)
     last = torch.full((batch,), PROMPT - 1)
     found = [fused.prompts(tokens[:, :PROMPT], last, slots)]
+    first = torch.tensor(slots).repeat_interleave(PROMPT)
+    again = fused.prompts_at(tokens[:, :PROMPT], last, first, fused.beginnings(tokens[:, :PROMPT].shape))
+    assert torch.equal(again, found[0])
     fused.cache.advance([PROMPT] * batch, slots)
     for position in range(PROMPT, PROMPT + STEPS):
         logits, best = fused.step(tokens[:, position], torch.tensor(slots), torch.full((batch,), position))

@@ -90,17 +90,27 @@ class Fused:
         stream.write_joined(self.ops.project(y, proj.weight, proj.bias, plus, divisor), wiring.out)
 
     def prompts(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
-        """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each line's `last`, [batch, block].
+        """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each line's `last`, [batch, block]."""
+        config, dtype = self.model.config, self.model.embed_tokens.weight.dtype
+        place = Place.of(tokens.shape, self.cache, slots, config, self._frequencies, dtype)
+        return self.prompts_at(tokens, last, place.lines.expand(tokens.shape).flatten(), place)
+
+    def beginnings(self, shape: torch.Size) -> Place:
+        """The place of prompts' first pieces, whatever their slots."""
+        dtype = self.model.embed_tokens.weight.dtype
+        return Place.of(shape, None, None, self.model.config, self._frequencies, dtype)
+
+    def prompts_at(self, tokens: Tensor, last: Tensor, slots: Tensor, seen: Place) -> Tensor:
+        """`prompts` in `slots`, one for every token. First pieces can be captured in a CUDA graph: they look only at
+        themselves, so nothing of it depends on the slots but where their keys and values go.
 
         The matrix products are the library's; a sub-block's sum goes out in pieces, so that most of it can travel
         behind what this rank still computes.
         """
         model = self.model
-        config, dtype = model.config, model.embed_tokens.weight.dtype
-        seen = Place.of(tokens.shape, self.cache, slots, config, self._frequencies, dtype)
-        lines = seen.lines.expand(tokens.shape).flatten().contiguous()  # kernels go by its address
         angles = seen.positions.flatten().unsqueeze(-1).float() * self._frequencies
-        place = Steps(lines, seen.positions.flatten(), angles.cos(), angles.sin())
+        # kernels go by addresses: no expanded views
+        place = Steps(slots.contiguous(), seen.positions.flatten(), angles.cos(), angles.sin())
         stream = ResidualStream.from_partial(model.comm, model.embed_tokens(tokens).flatten(0, 1))
         for layer in model.layers:
             assert isinstance(layer, Layer)
@@ -123,10 +133,13 @@ class Fused:
     def _look(self, x: Tensor, block: Attention, place: Steps, seen: Place) -> Tensor:
         keys, values = self.cache.keys[block.layer], self.cache.values[block.layer]
         qkv = F.linear(x, block.qkv_proj.weight, block.qkv_proj.bias)
-        q = self.ops.rotate_write(qkv, place, _gains(block), keys, values, _heads(block))
+        turned = self.ops.rotate_write(qkv, place, _gains(block), keys, values, _heads(block))
         batch, tokens = seen.positions.shape
-        k, v = keys[seen.read, : seen.seen], values[seen.read, : seen.seen]
-        return block.look(q.view(batch, tokens, -1, block.head_dim), k, v, seen).flatten(0, 1)
+        heads, kv_heads = _heads(block), keys.shape[2]
+        q, k, v = turned.unflatten(0, (batch, tokens)).split((heads, kv_heads, kv_heads), dim=2)
+        if seen.seen > tokens:  # what came before is in the cache
+            k, v = keys[seen.read, : seen.seen], values[seen.read, : seen.seen]
+        return block.look(q, k, v, seen).flatten(0, 1)
 
     def _send(self, stream: ResidualStream, out: Out, x: Tensor, proj: RowLinear) -> None:
         plus, _ = stream.addend(out)

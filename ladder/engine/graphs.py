@@ -1,6 +1,7 @@
-"""Decoding steps as CUDA graphs: captured once for each size of batch, with the communication stream inside."""
+"""Passes as CUDA graphs, with the communication stream inside: decoding steps by size of batch, prompts by length."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,17 +9,21 @@ from torch import Tensor
 from ladder.engine.fused import Fused
 
 LARGEST = 64  # rows that our kernels are made for
+SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
+
+T = TypeVar("T")
 
 
 class Graphs:
-    """`fused.step` for up to LARGEST requests. A batch is filled up to a power of two with lines for `spare`, a slot of
-    the cache that no request has.
+    """`fused`'s passes. A batch is filled up to a power of two with lines for `spare`, a slot of the cache that no
+    request has; a prompt is filled up to a power of two at its end.
     """
 
     def __init__(self, fused: Fused, spare: int) -> None:
         self._fused = fused
         self._spare = spare
         self._captured: dict[int, _Captured] = {}
+        self._prompts: dict[int, _CapturedPrompt] = {}
 
     def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The results of `Fused.step`, to be read before the next step."""
@@ -29,10 +34,37 @@ class Graphs:
         logits, best = self.captured(bucket).replay(torch.tensor(lines))
         return logits[:count], best[:count]
 
+    def prompt(self, tokens: Sequence[int], slot: int) -> Tensor:
+        """The logits [1, block] after a prompt of up to LONGEST tokens in a slot that holds nothing yet."""
+        width = self.width(len(tokens))
+        if width not in self._prompts:
+            self._prompts[width] = _CapturedPrompt(self._fused, width, self._spare)
+        return self._prompts[width].replay(tokens, slot)
+
+    @staticmethod
+    def width(count: int) -> int:
+        """What a prompt of `count` tokens is filled up to; the cache must have room for so many."""
+        return max(SHORTEST, 1 << (count - 1).bit_length())
+
     def captured(self, bucket: int) -> "_Captured":
         if bucket not in self._captured:
             self._captured[bucket] = _Captured(self._fused, bucket, self._spare)
         return self._captured[bucket]
+
+
+def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """`step` as a graph, and where its results are after a replay."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        step()  # compiles, and sets up libraries and communicators
+        stream.synchronize()
+        # other threads of this process may go on using the GPU meanwhile
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            results = step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph, results
 
 
 class _Captured:
@@ -40,18 +72,29 @@ class _Captured:
         device = fused.cache.keys[0].device
         self._inputs = torch.zeros(3, bucket, dtype=torch.long, device=device)
         self._inputs[1] = spare
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            fused.step(*self._inputs)  # compiles, and sets up libraries and communicators
-            stream.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            # other threads of this process may go on using the GPU meanwhile
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                self._results = fused.step(*self._inputs)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph, self._results = _capture(lambda: fused.step(*self._inputs), device)
 
     def replay(self, lines: Tensor) -> tuple[Tensor, Tensor]:
         self._inputs.copy_(lines)
+        self._graph.replay()
+        return self._results
+
+
+class _CapturedPrompt:
+    def __init__(self, fused: Fused, width: int, spare: int) -> None:
+        device = fused.cache.keys[0].device
+        self._width = width
+        self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
+        self._inputs[1] = spare
+        self._last = torch.zeros(1, dtype=torch.long, device=device)
+        ids = self._inputs[:1]
+        place = fused.beginnings(ids.shape)
+        step = lambda: fused.prompts_at(ids, self._last, self._inputs[1], place)  # noqa: E731
+        self._graph, self._results = _capture(step, device)
+
+    def replay(self, tokens: Sequence[int], slot: int) -> Tensor:
+        filled = [*tokens, *[0] * (self._width - len(tokens))]
+        self._inputs.copy_(torch.tensor([filled, [slot] * self._width]))
+        self._last.fill_(len(tokens) - 1)
         self._graph.replay()
         return self._results

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ladder.engine.fused import Fused
-from ladder.engine.graphs import LARGEST, Graphs
+from ladder.engine.graphs import LARGEST, LONGEST, Graphs
 from ladder.engine.scheduler import Pass
 from ladder.errors import LadderError
 from ladder.kernels.ops import Ops
@@ -31,11 +31,15 @@ class Passes:
         of every rank, see `Fused.step`.
         """
         width = max(map(len, work.tokens))
-        self._make_room(max(self.cache.lengths[slot] for slot in work.slots) + width)
+        starts = [self.cache.lengths[slot] for slot in work.slots]
+        alone = self._with_graphs and starts == [0] and width <= LONGEST
+        self._make_room(Graphs.width(width) if alone else max(starts) + width)
         device = self.cache.keys[0].device
         with torch.inference_mode():
             if self._fused is not None and width == 1 and len(work.lines) <= LARGEST:
                 return self._step(self._fused, work)
+            if self._fused is not None and alone:
+                return self._captured(self._fused).prompt(work.tokens[0], work.slots[0]), None
             ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in work.tokens], device=device)
             last = torch.tensor([len(piece) - 1 for piece in work.tokens], device=device)
             if self._fused is not None:
@@ -47,8 +51,11 @@ class Passes:
         positions = [self.cache.lengths[slot] for slot in work.slots]
         if not self._with_graphs:
             return fused.step(*torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device))
+        return self._captured(fused).step(tokens, work.slots, positions)
+
+    def _captured(self, fused: Fused) -> Graphs:
         self._graphs = self._graphs or Graphs(fused, self._slots)
-        return self._graphs.step(tokens, work.slots, positions)
+        return self._graphs
 
     def _make_room(self, positions: int) -> None:
         if positions <= self.cache.capacity:

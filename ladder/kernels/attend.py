@@ -208,7 +208,7 @@ def attend_twin(
 ) -> Tensor:
     """The same with torch, one request after the other."""
     d = keys.shape[-1]
-    q = rotate_write_twin(qkv.sum(0), place, gains, keys, values, heads).unflatten(-1, (-1, d))
+    q = rotate_write_twin(qkv.sum(0), place, gains, keys, values, heads)[:, :heads]
     found = []
     for line, slot, position in zip(q, place.slots.tolist(), place.positions.tolist(), strict=True):
         seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)

@@ -38,6 +38,8 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
                 factor = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
                 x = x * g
             let_others_start(PDL)
+        if PLUS:
+            more = tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
         ya = tl.sum(wa.to(tl.float32) * x[None, :], axis=1) * factor
         if BIAS:
             ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
@@ -47,7 +49,7 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
                 yb += tl.load(bias + N + r, mask=here, other=0.0).to(tl.float32)
             ya = ya * tl.sigmoid(ya) * yb
         if PLUS:
-            ya += scale * tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+            ya += scale * more
         tl.store(out + r, ya.to(out.dtype.element_ty), mask=here)
 
 

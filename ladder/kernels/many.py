@@ -28,7 +28,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, q, keys, values, eps, CAPACITY,
+def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, out, keys, values, eps, CAPACITY,
                   HEADS: tl.constexpr, KVHEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   QKNORM: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
@@ -55,8 +55,8 @@ def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, q, keys, valu
         kb = tl.load(k_gain + partner, mask=wide, other=0.0).to(tl.float32)[None, :]
         u = x * factor * tl.where(is_q, qa, ka)
         v = y * factor * tl.where(is_q, qb, kb)
-    z = tl.where(turned, u * c[None, :] + v * s[None, :], x).to(q.dtype.element_ty)
-    tl.store(q + row.to(tl.int64) * HEADS * D + h[:, None] * D + d[None, :], z, mask=here & is_q)
+    z = tl.where(turned, u * c[None, :] + v * s[None, :], x).to(out.dtype.element_ty)
+    tl.store(out + line + h[:, None] * D + d[None, :], z, mask=here)
     at = (tl.load(slots + row) * CAPACITY + tl.load(positions + row)) * KVHEADS * D
     k_at = at + (h - HEADS)[:, None] * D + d[None, :]
     tl.store(keys + k_at, z, mask=here & turned & (h >= HEADS)[:, None])
@@ -71,17 +71,19 @@ def rotate_write(
     values: Tensor,
     heads: int,
 ) -> Tensor:
-    """q, rotated (and normalized by head where there are gains); k, likewise, and v go to the cache. A row a token."""
+    """q, k and v by head, [tokens, heads + 2 kv_heads, d], q and k rotated (and normalized by head where there are
+    gains); k and v go to the cache, too.
+    """
     rows = len(qkv)
     _, capacity, kv_heads, d = keys.shape
-    q = torch.empty(rows, heads * d, dtype=qkv.dtype, device=qkv.device)
+    out = torch.empty(rows, heads + 2 * kv_heads, d, dtype=qkv.dtype, device=qkv.device)
     q_gain, k_gain, eps = gains if gains is not None else (None, None, 0.0)
     _rotate_write[(rows,)](
-        qkv, place.cos, place.sin, q_gain, k_gain, place.slots, place.positions, q, keys, values, eps, capacity,
+        qkv, place.cos, place.sin, q_gain, k_gain, place.slots, place.positions, out, keys, values, eps, capacity,
         HEADS=heads, KVHEADS=kv_heads, HP=triton.next_power_of_2(heads + 2 * kv_heads), D=d,
         DP=triton.next_power_of_2(d), QKNORM=gains is not None, num_warps=4,
     )  # fmt: skip
-    return q
+    return out
 
 
 def rotate_write_twin(
@@ -97,6 +99,7 @@ def rotate_write_twin(
     if gains is not None:
         q, k = rms(q, gains[0], gains[2]), rms(k, gains[1], gains[2])
     cos, sin = (torch.cat((x, x), dim=-1).unsqueeze(1).to(q.dtype) for x in (place.cos, place.sin))
-    keys[place.slots, place.positions] = rotate(k, cos, sin)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    keys[place.slots, place.positions] = k
     values[place.slots, place.positions] = v
-    return rotate(q, cos, sin).flatten(1)
+    return torch.cat((q, k, v), dim=1)

@@ -1,0 +1,93 @@
+"""On a GPU: graphs, flags and one-rank mode. The kernels themselves are in test_kernels.py."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder import LLM, SamplingParams
+from ladder.checkpoint import Random, load
+from ladder.comm.base import Solo
+from ladder.comm.link import Link
+from ladder.comm.one_rank import OneRank
+from ladder.comm.signalled import Flagged, Signalled
+from ladder.config import ModelConfig
+from ladder.engine.fused import Fused
+from ladder.engine.graphs import Graphs
+from ladder.kernels.ops import Kernels
+from ladder.model import Decoder
+from tests.checkpoints import tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
+
+
+@pytest.mark.parametrize("wiring", ("standard", "ladder", "parallel", "ladder-1-2", "none"))
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_same_tokens_with_kernels(tmp_path: Path, wiring: str, temperature: float) -> None:
+    """Graphs of every batch up to 5, prompts alone and in company, a cache that grows: float32."""
+    directory = tiny(tmp_path / "model", wiring)
+    params = SamplingParams(200, temperature, seed=3)
+    found = []
+    for kernels in (False, True):
+        with LLM(directory, device="cuda", batch=5, chunk=64, kernels=kernels) as llm:
+            found.append([result.token_ids for result in llm.generate(PROMPTS, params)])
+    assert found[0] == found[1]
+
+
+def test_a_sum_takes_the_link_s_time_and_sets_its_flag() -> None:
+    comm = Signalled([OneRank(8, Link(2e-3, 1e12))], torch.device("cuda"), 4)
+    x = torch.randn(8192, device="cuda")
+    before = x.clone()
+    for _ in range(2):  # the first compiles
+        comm.flags.zero_()
+        torch.cuda.synchronize()
+        comm.begin()
+        begin = time.monotonic()
+        pending = comm.all_reduce(x)
+        assert isinstance(pending, Flagged) and pending.flag is not None
+        comm.end()
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - begin
+    assert 2e-3 <= seconds < 20e-3 and torch.equal(x, before)
+    assert int(pending.flag) == pending.need
+    comm.all_reduce(x).wait()
+    assert comm.flags[1:].tolist() == [0] * 3  # after `end` none is set
+
+
+@pytest.mark.parametrize("wiring", ("standard", "ladder", "ladder-2", "ladder-1-2", "parallel", "desync-2x", "none"))
+@pytest.mark.parametrize("batch", (1, 3))
+def test_flags_change_no_number(wiring: str, batch: int) -> None:
+    """A rank alone with timed sums and flags, from a graph and replayed, against the same without a link, eager."""
+    config = ModelConfig(256, 6, 8, 2, 512, vocab=500).rewired(wiring)
+    device = torch.device("cuda", 0)
+    results = []
+    for link in (None, Link(20e-6, 1e12)):
+        comm = OneRank(4) if link is None else Signalled([OneRank(4, link)], device, 2 * config.layers + 1)
+        model = load(Decoder(config, comm, device), Random(1, 0.05))
+        fused = Fused(model, model.new_cache(batch + 1, 32), Kernels.on(device))
+        lines = torch.tensor([list(range(batch)), list(range(batch)), [0] * batch])
+        with torch.inference_mode():
+            if link is None:
+                results.append(fused.step(*lines.to(device))[0])
+            else:
+                graphs = Graphs(fused, batch)
+                results += [graphs.step(*lines.tolist())[0].clone() for _ in range(3)]
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0])
+
+
+def test_prompts_from_a_graph() -> None:
+    config = ModelConfig(256, 4, 8, 2, 512, vocab=500)
+    device = torch.device("cuda", 0)
+    model = load(Decoder(config, Solo(), device), Random(1, 0.05))
+    fused = Fused(model, model.new_cache(3, 64), Kernels.on(device))
+    graphs = Graphs(fused, spare=2)
+    with torch.inference_mode():
+        for tokens, slot in (([1, 2, 3], 0), (list(range(40)), 1), ([9] * 16, 0)):
+            whole = model(torch.tensor([tokens], device=device))[0, -1:]
+            torch.testing.assert_close(graphs.prompt(tokens, slot), whole, rtol=1e-4, atol=1e-4)
+            follow, _ = graphs.step([7], [slot], [len(tokens)])
+            whole = model(torch.tensor([[*tokens, 7]], device=device))[0, -1:]
+            torch.testing.assert_close(follow, whole, rtol=1e-4, atol=1e-4)
