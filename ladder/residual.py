@@ -18,6 +18,7 @@ class Terms:
     agreed: Tensor
     sums: tuple[Pending, ...]  # to be waited for, oldest first
     drifts: tuple[Tensor, ...]
+    fresh: Tensor | None  # the newest term of this rank's own drift, not yet joined to the last of `drifts`
 
 
 class Pieces:
@@ -29,8 +30,10 @@ class Pieces:
     def wait(self) -> Tensor:
         parts = [piece.wait() for piece in self._pieces]
         ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
-        if all(part.is_contiguous() for part in parts) and ends[:-1] == [part.data_ptr() for part in parts[1:]]:
-            rows = sum(len(part) for part in parts)  # they were summed where they lay, one behind the other
+        one_behind_the_other = ends[:-1] == [part.data_ptr() for part in parts[1:]]
+        storages = {part.untyped_storage().data_ptr() for part in parts}
+        if one_behind_the_other and len(storages) == 1 and all(part.is_contiguous() for part in parts):
+            rows = sum(len(part) for part in parts)  # they were summed where they lay
             return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
         return torch.cat(parts)
 
@@ -58,6 +61,7 @@ class ResidualStream:
         # oldest first: the sum, the drift it carries
         self._wire: deque[tuple[Pending, Tensor | None]] = deque((Arrived(x), None) for x in sums)
         self._drift: Tensor | None = None
+        self._fresh: Tensor | None = None  # what is to join the drift with the next read
         self._held: Tensor | None = None
 
     @classmethod
@@ -70,6 +74,7 @@ class ResidualStream:
 
         `staleness` (none: 1) is how much of those is missing; for training, since who asks for a part must wait.
         """
+        self._join()
         terms = self.terms(lag)
         for pending in terms.sums:
             self._agreed = self._agreed + pending.wait()
@@ -88,11 +93,20 @@ class ResidualStream:
         while len(self._wire) > lag:
             sums.append(self._wire.popleft()[0])
         drifts = (*(carried for _, carried in self._wire), self._drift)
-        return Terms(self._agreed, tuple(sums), tuple(drift for drift in drifts if drift is not None))
+        return Terms(self._agreed, tuple(sums), tuple(drift for drift in drifts if drift is not None), self._fresh)
 
     def settle(self, agreed: Tensor) -> None:
         """What the ranks agree on, the sums of `terms` included."""
         self._agreed = agreed
+
+    def settle_drift(self, drift: Tensor) -> None:
+        """This rank's drift, the fresh term included."""
+        self._drift, self._fresh = drift, None
+
+    def _join(self) -> None:
+        if self._fresh is not None:
+            assert self._drift is not None
+            self.settle_drift(self._drift + self._fresh)
 
     def write(self, partial: Tensor, out: Out) -> None:
         """Add a sub-block's partial sum to the stream, by the way of `out`. The tensor belongs to the stream now."""
@@ -103,6 +117,7 @@ class ResidualStream:
 
     def addend(self, out: Out) -> tuple[Tensor | None, int]:
         """What must join a partial sum before it is written by the way of `out`, and what that is divided by."""
+        self._join()
         if out is Out.LOCAL and self._held is None:
             # alone, one agrees with oneself
             return (self._agreed if self._comm.size == 1 else self._drift), 1
@@ -126,6 +141,13 @@ class ResidualStream:
         else:
             drift, self._drift = self._drift, None
             self._wire.append((self._comm.all_reduce(partial), drift))
+
+    def write_local(self, partial: Tensor) -> None:
+        """`write` by the way of `local`, but it is left to the next reader to join the partial sum to the drift."""
+        if self._drift is None or self._comm.size == 1:
+            return self.write(partial, Out.LOCAL)
+        self._join()
+        self._fresh = partial
 
     def write_pieces(self, pieces: Iterable[Tensor]) -> None:
         """`write_joined` by way of `reduce` of a partial sum in pieces along its rows: each is sent when it is made."""

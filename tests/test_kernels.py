@@ -3,6 +3,10 @@
 On a GPU the kernels are compiled and launched as in the product; without one they run in Triton's interpreter.
 """
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -277,3 +281,35 @@ def test_the_comparison_can_fail(dtype: torch.dtype) -> None:
     for how in spoil:
         with pytest.raises(AssertionError):
             assert_close(how(found), add_norm_twin(exact(source), exact(gain), 1e-5)[0], dtype)
+
+
+COMPILED = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ladder.kernels.gemv import _gemv
+
+def groups(plus):
+    fixed = {"K": 1024, "BK": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFT": 0, "NORM": 0, "PAIR": 0}
+    fixed |= {"BIAS": 0, "PLUS": plus, "STAGES": 4, "PDL": True}
+    kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "eps": "fp32", "scale": "fp32", "N": "i32"}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in _gemv.arg_names}
+    values = {(_gemv.arg_names.index(name),): value for name, value in fixed.items()}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
+    built = compile(ASTSource(_gemv, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
+                    options={"num_warps": 4, "launch_pdl": True})
+    text = built.asm["ptx"]
+    assert "griddepcontrol.wait" in text
+    return len(re.findall("cp.async.commit_group", text))
+
+without, with_plus = groups(0), groups(1)
+assert without == with_plus > 1, (without, with_plus)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="Triton brings no compiler here")
+def test_what_others_write_is_not_read_before_the_wait() -> None:
+    """Compiled for a GPU: `plus` takes no part in the pipeline of the weight, whose loads are made before the wait."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

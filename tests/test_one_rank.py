@@ -16,7 +16,7 @@ from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
-from ladder.kernels.table import SHARED, Gemv, Shape, Skinny, Split, Table, candidates, rule
+from ladder.kernels.table import SHARED, Gemv, Shape, Skinny, Split, Table, candidates, rule, sound
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 
@@ -74,6 +74,7 @@ def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
         ("_travel", 28, 29),
         ("_travel", 45, 46),
     ]
+    events.append(("_travel", 50, 51))  # the gathering of the logits
     raw = [{"cat": "kernel", "name": name, "ts": begin, "dur": end - begin} for name, begin, end in events]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*raw, {"cat": "cpu_op", "name": "x"}]}))
     model = Decoder(ModelConfig(16, 2, 4, 4, 16, vocab=16).rewired("ladder"), device="meta")
@@ -104,7 +105,7 @@ def test_configurations_by_rule_fit_a_chip() -> None:
             assert tile * (config.stages - 1) <= SHARED, shape
             assert shape.inputs % config.splits == 0 and config.early <= shape.inputs // config.splits
             assert config.splits == 1 or shape.splittable
-        assert config in candidates(shape)
+        assert all(sound(shape, other) for other in candidates(shape)) and config in candidates(shape)
     assert rule(Shape("qkv", 128, 1280, 8192)) is None  # the library's
 
 
@@ -128,8 +129,28 @@ def test_a_table_is_its_lines() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "shape, config",
+    [
+        (Shape("qkv", 1, 8, 16), Gemv(3, 4, 256, 3)),
+        (Shape("qkv", 1, 8, 16), Gemv(1, 4, 0, 3)),
+        (Shape("qkv", 1, 8, 16), Gemv("many", 4, 256, 3)),  # type: ignore[arg-type]
+        (Shape("qkv", 4, 8, 16), Gemv(1, 4, 256, 3)),
+        (Shape("row", 4, 64, 1024), Skinny(64, 128, 4, 5, 4, 0)),
+        (Shape("qkv", 4, 64, 1024), Skinny(64, 128, 8, 5, 4, 256)),
+        (Shape("qkv", 4, 64, 1020), Skinny(64, 128, 8, 5, 4, 0)),
+        (Shape("attend", 1, 1, 64), None),
+        (Shape("row", 1, 8, 16), Split(4, 64, 4)),
+        (Shape("nonsense", 1, 8, 16), None),
+    ],
+)
+def test_configurations_that_would_compute_something_else(shape: Shape, config: object) -> None:
+    assert not sound(shape, config)  # type: ignore[arg-type]
+
+
 def test_the_shipped_table_is_sound() -> None:
     rows = Table.of("NVIDIA H200").rows
+    assert all(sound(shape, config) for shape, config in rows.items())
     assert any(shape.outputs == 3584 and shape.batch == 1 for shape in rows)
     assert Table.of("an unknown chip").rows == {}
 

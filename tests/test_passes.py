@@ -57,3 +57,6 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     for path, message in ((tmp_path / "bad.jsonl", "no table of tuned kernels"), (tmp_path / "absent", "No such file")):
         with pytest.raises(LadderError, match=message):
             Opened(EngineOptions(model, tuned=path))
+    (tmp_path / "good.jsonl").write_text("")
+    with pytest.raises(LadderError, match="are for GPUs"):
+        Opened(EngineOptions(model, tuned=tmp_path / "good.jsonl"))

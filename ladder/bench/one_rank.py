@@ -3,9 +3,10 @@
 python -m ladder.bench.one_rank > results/one_rank_h200.jsonl
 
 A JSON line for every measurement: milliseconds per decoding step (median and spread over the steps, after warm-up), the
-bytes that a step must read and the share of the measured peak at which it did, for every wiring and link; the bound of
-each schedule from the measured parts; prefill with its share of the measured peak of a matrix product. `link` is `none`
-or `timed`.
+bytes that a step must read and the share of the measured peak at which it did, for every wiring and link; the same over
+no communication (the wiring `none`) and over the same wiring without a link; the bound of each schedule from the
+measured parts; prefill with its share of the measured peak of a matrix product. `link` is `none` or `timed`. With an
+empty TRITON_CACHE_DIR the time of the first capture includes all compilation.
 """
 
 import gc
@@ -99,6 +100,8 @@ def shard(case: Case, comm: Comm, device: torch.device) -> Decoder:
 def step_bytes(model: Decoder, batch: int) -> int:
     """Bytes that a step cannot avoid to read: every weight but the embedding's rows, and the keys and values."""
     weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    if model.config.tied:
+        weights += model.lm_head.weight.numel() * model.lm_head.weight.element_size()
     heads = max(1, model.config.kv_heads // model.comm.size)
     return weights + 2 * model.config.layers * batch * CONTEXT * heads * model.config.head_dim * 2
 
@@ -119,19 +122,16 @@ def decode(
     model: Decoder, cache: KVCache, kernels: Kernels, batch: int, pattern: str, link: Link | None, lanes: int = 1
 ) -> list[float]:
     """Milliseconds of the steps of a wiring, each a replay of its graph."""
-    device = cache.keys[0].device
-    wired(model, pattern, link, lanes, device)
-    graph = Graphs(Fused(model, cache, kernels), spare=len(cache.lengths) - 1).captured(batch)
-    lines = torch.tensor([[1] * batch, list(range(batch)), [CONTEXT - 1] * batch], device=device)
-    return milliseconds(lambda: graph.replay(lines))
+    wired(model, pattern, link, lanes, cache.keys[0].device)
+    return _replays(Fused(model, cache, kernels), batch)
 
 
 def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[str, float]:
-    """Microseconds of one attention, of one MLP and of the rest, from graphs of layers that lack the other one."""
-    device = cache.keys[0].device
-    wired(model, "none", None, 1, device)
-    fused = Fused(model, cache, kernels)
-    whole = statistics.median(_replays(fused, batch))
+    """Microseconds of one attention, of one MLP and of the rest under the ladder wiring without a link, from graphs of
+    layers that lack the other one.
+    """
+    wired(model, "ladder", None, 1, cache.keys[0].device)
+    whole = statistics.median(_replays(Fused(model, cache, kernels), batch))
     found = {}
     for name, other in (("attention_us", "_mlp"), ("mlp_us", "_attention")):
         lacking = Fused(model, cache, kernels)
@@ -168,7 +168,7 @@ def wire_us(link: Link, size: int, batch: int, hidden: int, device: torch.device
 
 
 def bound_ms(pattern: str, part: dict[str, float], wire: float, lanes: int, layers: int) -> float | None:
-    """The schedule's own bound from its parts: what no engine of this wiring can beat on such a link."""
+    """What a step of this schedule takes if its parts and its sums take what they took by themselves."""
     a, m = part["attention_us"], part["mlp_us"]
     both = {
         "none": a + m,
@@ -183,6 +183,7 @@ def bound_ms(pattern: str, part: dict[str, float], wire: float, lanes: int, laye
     return None if both is None else (both * layers + part["rest_us"] + wire * (pattern != "none")) / 1e3
 
 
+_LINKS = {"zero": Link(0.0, float("inf")), **LINKS}  # zero: everything but the time
 WIRINGS = ("none", "standard", "parallel", "desync-2x", "ladder", "ladder-2", "ladder-1-2")
 
 
@@ -197,7 +198,7 @@ def table(
     torch.cuda.synchronize()
     loaded = time.monotonic()
     read = step_bytes(model, case.batch)
-    common = {
+    common: dict[str, Any] = {
         "size": case.size,
         "tp": case.tp,
         "mode": "one-rank",
@@ -214,26 +215,38 @@ def table(
         name = {"link": "timed" if link else "none", "link_name": link}
         return {"measure": "decode", **common, "wiring": pattern, **name, **spread(found), **share, **more}
 
+    wired(model, "none", None, 1, device)
     begin = time.monotonic()
+    Graphs(Fused(model, cache, kernels), spare=case.batch).captured(case.batch)
+    torch.cuda.synchronize()
+    capture = {"capture_s": round(time.monotonic() - begin, 2), "load_s": round(loaded - begun, 2)}
     none = decode(model, cache, kernels, case.batch, "none", None)
-    yield line("none", None, none, capture_s=round(time.monotonic() - begin, 2), load_s=round(loaded - begun, 2))
+    yield line("none", None, none, **capture)
     part = parts(model, cache, kernels, case.batch)
     yield {"measure": "parts", **common, **{name: round(us, 2) for name, us in part.items()}}
-    ladder = decode(model, cache, kernels, case.batch, "ladder", None)
-    yield line("ladder", None, ladder, over_none=round(statistics.median(ladder) / statistics.median(none), 4))
+    free = {"none": statistics.median(none)}
+    for pattern in wirings if case.tp > 1 else ("ladder",):
+        if pattern != "none":
+            found = decode(model, cache, kernels, case.batch, pattern, None)
+            free[pattern] = statistics.median(found)
+            yield line(pattern, None, found, over_none=round(free[pattern] / free["none"], 4))
     for name in links:
-        wire = wire_us(LINKS[name], case.tp, case.batch, model.config.hidden, device)
+        wire = wire_us(_LINKS[name], case.tp, case.batch, model.config.hidden, device)
         yield {"measure": "wire", **common, "link": "timed", "link_name": name, "sum_us": round(wire, 2)}
         standard = None
         for pattern in wirings:
             for lanes in (1, 2) if pattern == "ladder-1-2" else (1,):
                 if pattern == "none":
                     continue
-                found = decode(model, cache, kernels, case.batch, pattern, LINKS[name], lanes)
+                found = decode(model, cache, kernels, case.batch, pattern, _LINKS[name], lanes)
                 ms = statistics.median(found)
                 standard = ms if pattern == "standard" else standard
                 bound = bound_ms(pattern, part, wire, lanes, model.config.layers)
-                more: dict[str, Any] = {"sums_at_once": lanes, "over_none": round(ms / statistics.median(none), 4)}
+                more: dict[str, Any] = {"sums_at_once": lanes, "over_none": round(ms / free["none"], 4)}
+                more["over_same_wiring_without_link"] = round(ms / free[pattern], 4)
+                if case.layers is not None:  # all layers, the rest of the step once
+                    scale = common["of_layers"] / common["layers"]
+                    more["ms_scaled_to_all_layers"] = round(scale * ms - (scale - 1) * part["rest_us"] / 1e3, 3)
                 if bound is not None:
                     more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
                 if standard is not None:
@@ -275,12 +288,12 @@ def prefill(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     software = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-    return {"measure": "machine", "chip": torch.cuda.get_device_name(device), **software, "commit": commit or None}
+    return {"chip": torch.cuda.get_device_name(device), **software, "commit": commit or None}
 
 
-LINKS_70B = ("nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
+LINKS_70B = ("zero", "nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 
 
 def main(only: Sequence[str]) -> None:
@@ -288,11 +301,12 @@ def main(only: Sequence[str]) -> None:
     torch.cuda.set_device(device)
     peak = peaks(device)
 
+    stamp = machine(device)
+
     def say(line: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.write(json.dumps({**line, **stamp}) + "\n")
         sys.stdout.flush()
 
-    say(machine(device))
     say({"measure": "peak", **{name: round(value, 3) for name, value in peak.items()}})
     jobs: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "70b": lambda: table(Case("llama-3-70b", 8), LINKS_70B, WIRINGS, device, peak),

@@ -37,7 +37,8 @@ def kernels_of(trace: Path) -> list[tuple[str, float, float]]:
 
 def step_of(kernels: list[tuple[str, float, float]], model: Decoder, wiring: str) -> Step:
     """The lanes of a step. A sub-block computes from when all it waits for is there; its kernels start before that."""
-    wire = [Span(f"sum {n}", begin, end) for n, (_, begin, end) in enumerate(k for k in kernels if "travel" in k[0])]
+    travelled = [(begin, end) for name, begin, end in kernels if "travel" in name][:-1]  # the last is the gathering
+    wire = [Span(f"sum {n}", begin, end) for n, (begin, end) in enumerate(travelled)]
     ends = [end for name, _, end in kernels if "gemv" in name or "attend" in name]
     compute, waits, sent = [], [], 1  # the first sum is the embedding's
     ready = wire[0].end if wire else kernels[0][2]

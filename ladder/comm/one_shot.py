@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ladder.jit import tl, triton
 
-BLOCKS = 16  # thread blocks of a sum, the same for every message: they meet their peers' blocks of the same number
+BLOCKS = 8  # thread blocks of a sum, the same for every message: they meet their peers' blocks of the same number
 WARPS = 4
 LARGEST = 256 * 1024  # bytes of a message; beyond, reading every peer's whole message costs more than its latency
 _SIGNS = 2 * LARGEST  # where in a rank's memory the signs of its peers begin
@@ -27,6 +27,7 @@ def _one_shot(x, signs, n, peers, epochs, flag, RANK: tl.constexpr, SIZE: tl.con
     blocks = tl.num_programs(0)
     i = tl.arange(0, BLOCK)
     epoch = tl.load(epochs + block) + 1
+    tl.debug_barrier()  # all have read it before one writes
     tl.store(epochs + block, epoch)
     # two rooms in turn: who writes into one has met, for the other, all who read from this one
     room = (epoch & 1).to(tl.int64) * ROOM
@@ -41,8 +42,10 @@ def _one_shot(x, signs, n, peers, epochs, flag, RANK: tl.constexpr, SIZE: tl.con
     seen = _at(mine, SIGNS, signs) + block * SIZE
     for peer in range(SIZE):
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; MEET: ld.acquire.sys.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra MEET; }",
-            "=r,l,r",
+            # by their difference: numbers of sums wrap around after some hours
+            "{ .reg .pred p; MEET: ld.acquire.sys.global.s32 $0, [$1]; sub.s32 $0, $0, $2; setp.lt.s32 p, $0, 0;"
+            " @p bra MEET; }",
+            "=&r,l,r",
             [(seen + peer).to(tl.int64), epoch],
             dtype=tl.int32,
             is_pure=False,

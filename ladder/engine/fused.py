@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ladder.comm.signalled import Signalled
 from ladder.kernels.ops import Gains, Norm, Ops
 from ladder.kernels.place import Steps
-from ladder.kernels.stream import source
+from ladder.kernels.stream import settle, source
 from ladder.layers.attention import Attention, KVCache, Place
 from ladder.layers.linear import RowLinear
 from ladder.layers.norm import RMSNorm
@@ -81,11 +81,14 @@ class Fused:
         bias: Tensor | None,
         kernel: str,
     ) -> Tensor:
-        y, agreed = self.ops.norm_project(source(stream, wiring.lag), _norm(norm), weight, bias, kernel)
-        stream.settle(agreed)
+        read = source(stream, wiring.lag)
+        y, saved = self.ops.norm_project(read, _norm(norm), weight, bias, kernel)
+        settle(stream, read, saved)
         return y
 
     def _write(self, stream: ResidualStream, wiring: SubBlock, y: Tensor, proj: RowLinear) -> None:
+        if wiring.out is Out.LOCAL and self.model.comm.size > 1:
+            return stream.write_local(self.ops.project(y, proj.weight, proj.bias, None, 1))
         plus, divisor = stream.addend(wiring.out)
         stream.write_joined(self.ops.project(y, proj.weight, proj.bias, plus, divisor), wiring.out)
 
@@ -126,8 +129,9 @@ class Fused:
         return logits
 
     def _normed(self, stream: ResidualStream, lag: int, norm: RMSNorm) -> Tensor:
-        x, agreed = self.ops.norm(source(stream, lag), _norm(norm))
-        stream.settle(agreed)
+        read = source(stream, lag)
+        x, saved = self.ops.norm(read, _norm(norm))
+        settle(stream, read, saved)
         return x
 
     def _look(self, x: Tensor, block: Attention, place: Steps, seen: Place) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ladder.engine.fused import Fused
 
-LARGEST = 64  # rows that our kernels are made for
 SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
 
 T = TypeVar("T")
@@ -87,9 +86,11 @@ class _CapturedPrompt:
         self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
         self._inputs[1] = spare
         self._last = torch.zeros(1, dtype=torch.long, device=device)
-        ids = self._inputs[:1]
-        place = fused.beginnings(ids.shape)
-        step = lambda: fused.prompts_at(ids, self._last, self._inputs[1], place)  # noqa: E731
+        self._place = fused.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
+
+        def step() -> Tensor:
+            return fused.prompts_at(self._inputs[:1], self._last, self._inputs[1], self._place)
+
         self._graph, self._results = _capture(step, device)
 
     def replay(self, tokens: Sequence[int], slot: int) -> Tensor:

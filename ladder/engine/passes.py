@@ -1,13 +1,16 @@
 """How a pass is computed: by the decoder's own layers, by kernels, or from a CUDA graph of them."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from ladder.engine.fused import Fused
-from ladder.engine.graphs import LARGEST, LONGEST, Graphs
+from ladder.engine.graphs import LONGEST, Graphs
 from ladder.engine.scheduler import Pass
 from ladder.errors import LadderError
 from ladder.kernels.ops import Ops
+from ladder.kernels.table import MOST
 from ladder.model import Decoder
 
 
@@ -35,8 +38,9 @@ class Passes:
         alone = self._with_graphs and starts == [0] and width <= LONGEST
         self._make_room(Graphs.width(width) if alone else max(starts) + width)
         device = self.cache.keys[0].device
-        with torch.inference_mode():
-            if self._fused is not None and width == 1 and len(work.lines) <= LARGEST:
+        # kernels are launched on the current device
+        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if self._fused is not None and width == 1 and len(work.lines) <= MOST:
                 return self._step(self._fused, work)
             if self._fused is not None and alone:
                 return self._captured(self._fused).prompt(work.tokens[0], work.slots[0]), None

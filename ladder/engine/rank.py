@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
@@ -65,13 +66,26 @@ def make_core(opened: Opened, comm: Comm, device: torch.device, progress: Callab
     """Load one rank's shard."""
     wire = comm if opened.link is None or comm.size == 1 else Timed(comm, opened.link)  # one rank sends nothing
     ops, graphs = None, False
-    if device.type == "cuda" and opened.options.kernels and PRESENT and opened.config.dtype != "float64":
+    if (
+        device.type == "cuda"
+        and opened.options.kernels
+        and opened.config.dtype != "float64"
+        and _all_have_triton(comm, device)
+    ):
         ops = Kernels.on(device, opened.table)
         graphs = getattr(wire, "capturable", False)
         if wire.size > 1 and (graphs or getattr(wire, "signals", False)):
             wire = Signalled([wire], device, 2 * opened.config.layers + 1)  # a flag for each sum, the embedding's too
     model = load(Decoder(opened.config, wire, device), opened.directory, opened.options.check, progress)
     return Core(model, opened.options.batch, opened.options.chunk, ops, graphs)
+
+
+def _all_have_triton(comm: Comm, device: torch.device) -> bool:
+    """Ranks with and without our kernels would not make the same calls."""
+    found = bool(comm.all_gather(torch.tensor([float(PRESENT)], device=device)).all())
+    if not found and comm.rank == 0:
+        warnings.warn("Triton is not installed: plain torch instead of our kernels (pip install triton)", stacklevel=2)
+    return found
 
 
 def run_rank(rank: int, options: EngineOptions, port: int, pipe: Connection, shared: Any) -> None:

@@ -78,6 +78,8 @@ class Opened:
                 f"wire {options.wire!r} is between GPUs, the device is {options.device}: use --device cuda"
             )
         self.table = {} if options.tuned is None else read_table(options.tuned)
+        if options.tuned is not None and self.device.type != "cuda":
+            raise LadderError(f"tuned kernels are for GPUs, the device is {options.device}: use --device cuda")
         self.directory = Directory(options.model)
         config = self.directory.config
         if options.wiring is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import let_others_start, wait_for_others
+from ladder.kernels.device import let_others_start, product, wait_for_others
 from ladder.kernels.many import rotate_write_twin
 from ladder.kernels.place import Steps
 from ladder.kernels.table import Split
@@ -35,14 +35,6 @@ def _heads(qkv, at, stride, inside, QS: tl.constexpr):
     for split in tl.static_range(1, QS):
         x += tl.load(qkv + split * stride + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     return x
-
-
-@triton.jit
-def _product(a, b, c, IEEE: tl.constexpr):
-    if IEEE:
-        return tl.dot(a, b, c, input_precision="ieee")
-    else:
-        return tl.dot(a, b, c)
 
 
 @triton.jit
@@ -123,13 +115,13 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
             keys + start + following[:, None] * row + half + h[None, :], mask=old & low[None, :], other=0.0
         )
         next_v = tl.load(values + start + following[:, None] * row + d[None, :], mask=old & wide[None, :], other=0.0)
-        score = _product(query_b, tl.trans(kb), _product(query_a, tl.trans(ka), nothing, IEEE), IEEE) * scale
+        score = product(query_b, tl.trans(kb), product(query_a, tl.trans(ka), nothing, IEEE), IEEE) * scale
         score = tl.where((at < end)[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
         fade = tl.exp(top - higher)
         p = tl.exp(score - higher[:, None])
         mass = mass * fade + tl.sum(p, axis=1)
-        y = _product(p.to(v.dtype), v, y * fade[:, None], IEEE)
+        y = product(p.to(v.dtype), v, y * fade[:, None], IEEE)
         top = higher
         ka = next_a
         kb = next_b

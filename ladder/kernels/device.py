@@ -5,8 +5,8 @@ nobody writes, and only then waits. What was written two kernels ago may be read
 before this one lets it start only after its own wait. `PDL` false leaves all of that out, for Triton's interpreter and
 for older chips.
 
-No grid may be larger than what the chip can hold at once: a kernel that waits for a sum would keep out the kernel that
-brings it.
+The grid of a kernel that waits for a sum must not be larger than what the chip can hold at once, or it keeps out the
+kernel that brings it.
 """
 
 from ladder.jit import cuda, tl, triton
@@ -31,12 +31,21 @@ def wait_for_flag(flag, need):
     """Go on when the communication stream has counted `flag` up to `need`: what it wrote before can be read."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; AGAIN: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 p, $0, $2; @p bra AGAIN; }",
-        "=r,l,r",
+        "=&r,l,r",
         [flag.to(tl.int64), need],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def product(a, b, c, IEEE: tl.constexpr):
+    """a b + c; float32 operands are multiplied as such where IEEE says so."""
+    if IEEE:
+        return tl.dot(a, b, c, input_precision="ieee")
+    else:
+        return tl.dot(a, b, c)
 
 
 @triton.jit

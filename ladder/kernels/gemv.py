@@ -8,6 +8,7 @@ from ladder.jit import tl, triton
 from ladder.kernels.device import gathered, let_others_start, wait_for_others
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv
+from ladder.layers.norm import rms
 
 
 @triton.jit
@@ -38,8 +39,10 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
                 factor = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
                 x = x * g
             let_others_start(PDL)
+        more = tl.zeros([BN], tl.float32)
         if PLUS:
-            more = tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
+            if N > 0:  # a load in a branch joins no pipeline, so it is not made before the wait: others write `plus`
+                more = tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
         ya = tl.sum(wa.to(tl.float32) * x[None, :], axis=1) * factor
         if BIAS:
             ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
@@ -121,9 +124,3 @@ def gemv_twin(
         y = F.silu(gate) * up
     out.copy_(y if plus is None else y + plus / divisor)
     return agreed
-
-
-def rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gain, the quotient in float32 at least."""
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
-    return gain * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.gemv import rms
 from ladder.kernels.place import Steps
+from ladder.layers.norm import rms
 from ladder.layers.rope import rotate
 
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import gathered, let_others_start, wait_for_others
-from ladder.kernels.gemv import rms
 from ladder.kernels.stream import Source
+from ladder.layers.norm import rms
 
 
 @triton.jit

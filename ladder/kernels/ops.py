@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ladder.errors import LadderError
 from ladder.kernels.attend import Scratch, attend, attend_twin
 from ladder.kernels.best import best, best_twin
 from ladder.kernels.gemv import gemv, gemv_twin
@@ -15,7 +16,7 @@ from ladder.kernels.place import Steps
 from ladder.kernels.skinny import skinny
 from ladder.kernels.start import start, start_twin
 from ladder.kernels.stream import Source
-from ladder.kernels.table import Config, Gemv, Shape, Skinny, Split, Table, power
+from ladder.kernels.table import MOST, Config, Gemv, Shape, Skinny, Split, Table, power
 
 Norm = tuple[Tensor, float]  # gain, eps
 Gains = tuple[Tensor, Tensor, float] | None  # of queries and keys by head, eps
@@ -101,16 +102,18 @@ class Kernels:
     def on(cls, device: torch.device, more: dict[str, dict[Shape, Config]] | None = None) -> "Kernels":
         """With the table that came with the package for this chip, and what `more` says of chips by their names."""
         table = Table.of(torch.cuda.get_device_name(device))
+        if more and table.chip not in more:
+            raise LadderError(f"the table of tuned kernels has no line for this GPU, {table.chip}: run `ladder tune`")
         table.rows |= (more or {}).get(table.chip, {})
         chip = torch.cuda.get_device_properties(device)
-        return cls(table, (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
+        return cls(table, torch.version.hip is None and (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
 
     def start(self, tokens: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor, first: int, flags: Tensor,
               ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         return start(tokens, positions, frequencies, table, first, flags)
 
     def norm(self, source: Source, norm: Norm) -> tuple[Tensor, Tensor]:
-        return add_norm(source, *norm, pdl=self.pdl and len(source.base) <= 64)
+        return add_norm(source, *norm, pdl=self.pdl and len(source.base) <= MOST)
 
     def norm_project(self, source: Source, norm: Norm, weight: Tensor, bias: Tensor | None, kernel: str,
                      dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip

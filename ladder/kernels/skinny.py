@@ -4,16 +4,8 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import let_others_start, wait_for_others
+from ladder.kernels.device import let_others_start, product, wait_for_others
 from ladder.kernels.table import Skinny
-
-
-@triton.jit
-def _product(w, x, y, IEEE: tl.constexpr):
-    if IEEE:
-        return tl.dot(w, x, y, input_precision="ieee")
-    else:
-        return tl.dot(w, x, y)
 
 
 @triton.jit
@@ -43,17 +35,17 @@ def _skinny(x, weight, bias, plus, out, scale, M, N, K: tl.constexpr,
     let_others_start(PDL)
     if EARLY > 0:
         early_x = tl.load(lines + e[:, None], mask=live, other=0.0)
-        ya = _product(early_a, early_x, ya, IEEE)
+        ya = product(early_a, early_x, ya, IEEE)
         if PAIR:
-            yb = _product(early_b, early_x, yb, IEEE)
+            yb = product(early_b, early_x, yb, IEEE)
     for at in tl.range(EARLY, depth, BK, num_stages=STAGES):
         inside = at + k < depth
         xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
         wa = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
-        ya = _product(wa, xs, ya, IEEE)
+        ya = product(wa, xs, ya, IEEE)
         if PAIR:
             wb = tl.load(rows + pair + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
-            yb = _product(wb, xs, yb, IEEE)
+            yb = product(wb, xs, yb, IEEE)
     if BIAS:
         if split == 0:
             ya += tl.load(bias + r, mask=r < N, other=0.0).to(tl.float32)[:, None]

@@ -20,6 +20,7 @@ class Source:
     flags: tuple[Tensor, ...] = ()  # of the first len(flags) sums
     need: int = 1  # what a flag counts up to
     drift: Tensor | None = None
+    local: bool = False  # base + sums is this rank's drift, and `drift` what the ranks agree on
 
     def arguments(self, saved: Tensor) -> tuple[Tensor | int | None, ...]:
         """As the kernels take them: base, first, second, drift, flag1, flag2, need, saved."""
@@ -49,5 +50,14 @@ def source(stream: ResidualStream, lag: int) -> Source:
     plain = [p for p in late if not (isinstance(p, Flagged) and p.flag is not None)]
     flags = tuple(p.flag for p in flagged if p.flag is not None)
     sums = (*(p.x for p in flagged), *(p.wait() for p in plain))
-    drift = torch.stack(terms.drifts).sum(0) if len(terms.drifts) > 1 else next(iter(terms.drifts), None)
+    if terms.fresh is not None and not terms.sums and len(terms.drifts) == 1:
+        # the reader joins the fresh term to the drift, as it would a sum to what the ranks agree on
+        return Source(terms.drifts[0], (terms.fresh,), drift=base, local=True)
+    drifts = [*terms.drifts, *([] if terms.fresh is None else [terms.fresh])]
+    drift = torch.stack(drifts).sum(0) if len(drifts) > 1 else next(iter(drifts), None)
     return Source(base, sums, flags, flagged[0].need if flagged else 1, drift)
+
+
+def settle(stream: ResidualStream, read: Source, saved: Tensor) -> None:
+    """Tell the stream what its reader has added up: base + sums."""
+    (stream.settle_drift if read.local else stream.settle)(saved)

@@ -9,6 +9,8 @@ from typing import Any
 
 from ladder.errors import LadderError
 
+KERNELS = ("qkv", "gate_up", "row", "head", "attend")
+MOST = 64  # rows that our matrix kernels are made for; the library has the rest
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
 WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
 
@@ -51,7 +53,7 @@ Config = Gemv | Skinny | Split | None  # None: the library's matrix product
 class Shape:
     """What a configuration is chosen by."""
 
-    kernel: str  # project, attend
+    kernel: str  # qkv, gate_up, row (of the weight's two projections back into the stream), head, attend
     batch: int  # the bucket: a power of two
     outputs: int
     inputs: int
@@ -92,8 +94,11 @@ class Table:
         tables: dict[str, dict[Shape, Config]] = {}
         for line in lines:
             line = dict(line)
-            chip, config = line.pop("chip"), line.pop("config")
-            tables.setdefault(chip, {})[Shape(**line)] = None if config is None else _config(dict(config))
+            chip, raw = line.pop("chip"), line.pop("config")
+            shape, config = Shape(**line), None if raw is None else _config(dict(raw))
+            if not sound(shape, config):
+                raise ValueError(f"{config} is not for {shape}")
+            tables.setdefault(chip, {})[shape] = config
         return tables
 
 
@@ -124,6 +129,31 @@ def _shipped() -> dict[str, dict[Shape, Config]]:
     return Table.read([json.loads(line) for line in text.splitlines()])
 
 
+def sound(shape: Shape, config: Config) -> bool:
+    """Whether a kernel of this configuration computes what the shape asks for."""
+    own = {} if config is None else asdict(config)
+    numbers = [n for name, n in {**asdict(shape), **own}.items() if name != "kernel"]
+    if not all(isinstance(n, int) and n >= 0 for n in (*numbers, *own.values())):
+        return False
+    if shape.kernel not in KERNELS or min(shape.batch, shape.outputs, shape.inputs, shape.bytes) < 1:
+        return False
+    if any(n & (n - 1) for name, n in own.items() if name not in ("programs", "stages")):
+        return False
+    match config:
+        case None:
+            return shape.kernel != "attend"
+        case Split():
+            return shape.kernel == "attend" and min(config.splits, config.positions // 16, config.warps) >= 1
+        case Gemv():
+            fits = config.rows >= 1 and config.programs >= 1 and config.stages >= 2 and config.warps >= 1
+            return fits and shape.kernel != "attend" and shape.batch == 1
+        case Skinny():
+            fits = config.rows >= 16 and config.depth >= 16 and config.stages >= 2 and config.warps >= 1
+            divided = config.splits >= 1 and shape.inputs % config.splits == 0
+            early = divided and (config.early == 0 or 16 <= config.early <= shape.inputs // config.splits)
+            return fits and early and shape.kernel != "attend" and (config.splits == 1 or shape.splittable)
+
+
 def power(n: int) -> int:
     """The largest power of two that is not more than n."""
     return 1 << (max(n, 1).bit_length() - 1)
@@ -141,7 +171,7 @@ def rule(shape: Shape) -> Config:
         ring = rows * power(2 * shape.inputs - 1) * shape.bytes * (1 + shape.pair) * (stages - 1)
         if ring <= SHARED:  # else a row of it is too wide
             return Gemv(rows, 8 if line >= 1 << 14 else 4, WAVE if 2 * ring <= SHARED else WAVE // 2, stages)
-    if shape.batch > 64:
+    if shape.batch > MOST:
         return None
     depth = max(16, min(128 * 2 // shape.bytes, power(shape.inputs)))
     rows = 32 if shape.pair else 64
@@ -179,4 +209,4 @@ def candidates(shape: Shape) -> list[Config]:
             found += [Skinny(rows, depth, s, stages, 4, early) for s in splits for early in (0, 256)]
         found += [replace(known, early=early) for early in (0, 128, 256, 512) if early <= shape.inputs // known.splits]
         found.append(None)
-    return list(dict.fromkeys(found))
+    return [config for config in dict.fromkeys(found) if sound(shape, config)]
