@@ -74,6 +74,8 @@ def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
     if get_origin(hint) is tuple:  # typer speaks of repeated options as lists
         hint, default = list.__class_getitem__(get_args(hint)[0]), default if default is ... else list(default)
     flag = f"--{entry.name.replace('_', '-')}"  # one spelling, so that there is no --no-check beside --check
+    if default is True:
+        flag += f"/--no{flag[1:]}"
     told = default not in ([], None) and default is not False
     if entry.metadata.get("argument"):
         value = typer.Argument(... if entry.default is MISSING else default, help=entry.metadata["help"])

@@ -52,6 +52,30 @@ def test_json_lines(run: Run, model: Path, tmp_path: Path) -> None:
     assert [list(line) for line in lines] == [["prompt", "token_ids", "text", "finish_reason"]] * 4
 
 
+def test_what_is_on_can_be_turned_off(run: Run, model: Path) -> None:
+    told = [
+        run("generate", "--model", model, "--prompt", "abc", "--max-new-tokens", 3, flag)
+        for flag in ("--kernels", "--no-kernels")
+    ]
+    assert told[0] == told[1] and told[0][0] == 0
+    assert run("generate", "--model", model, "--prompt", "abc", "--no-check")[0] == 2  # what is off has one spelling
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--size", "llama-3-70b", "--tp", 3), "llama|heads"),
+        (("--batch", 65), "batch must be from 1 to 64"),
+        (("--size", "nonsense"), "nonsense"),
+    ],
+)
+def test_tuning_refuses(run: Run, tmp_path: Path, arguments: tuple[object, ...], words: str) -> None:
+    status, out, err = run("tune", tmp_path / "table.jsonl", *arguments)
+    assert (status, out) == (2, "") and re.search(words, err) and err.count("\n") == 1
+    status, _, err = run("tune", tmp_path / "no" / "table.jsonl")
+    assert status == 2 and "no such folder" in err
+
+
 def test_text_comes_in_the_order_of_the_prompts(run: Run, model: Path) -> None:
     arguments = ["--prompt", "abc", "--prompt", "x", "--max-new-tokens", 12, "--temperature", 0.8, "--seed", 4]
     status, out, _ = run("generate", "--model", model, *arguments)

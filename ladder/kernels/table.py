@@ -192,7 +192,7 @@ def candidates(shape: Shape) -> list[Config]:
     known = rule(shape)
     found: list[Config] = [known]
     if isinstance(known, Split):
-        found += [replace(known, splits=s, warps=w) for s in (4, 8, 16) for w in (4, 8)]
+        found += [replace(known, splits=s, warps=w) for s in (4, 8, 16) for w in (2, 4, 8)]
     elif isinstance(known, Gemv):
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
