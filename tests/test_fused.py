@@ -71,8 +71,7 @@ def check(config: ModelConfig, size: int, ops: Any, batch: int) -> None:
             assert_close(found, expected)
 
 
-@pytest.mark.parametrize("batch", (1, 3))
-@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("size, batch", ((1, 1), (2, 3), (4, 1)))
 @pytest.mark.parametrize("wiring", (*WIRINGS, *(" ".join(f"{row}:1" for row in hybrid) for hybrid in HYBRIDS)))
 def test_wirings(wiring: str, size: int, batch: int) -> None:
     check(tiny(4).rewired(wiring), size, Twins, batch)
@@ -86,8 +85,7 @@ def test_families(family: str, batch: int) -> None:
 
 # The interpreter takes seconds for a model; what is left to see is that each kernel gets what its twin gets.
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
-@pytest.mark.parametrize("batch", (1, 2))
-@pytest.mark.parametrize("wiring", ("standard", "parallel", "ladder-1-2", "desync-2x"))
+@pytest.mark.parametrize("wiring, batch", (("ladder-1-2", 1), ("parallel", 2), ("desync-2x", 1), ("none", 2)))
 def test_kernels(wiring: str, batch: int) -> None:
     check(tiny(2).rewired(wiring), 2, InTurns, batch)
 
@@ -95,5 +93,5 @@ def test_kernels(wiring: str, batch: int) -> None:
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 @pytest.mark.parametrize("family", ("all_biases", "qk_norm", "windows"))
 def test_kernels_of_families(family: str) -> None:
-    rest = {**FAMILIES[family], **({"windows": (1, 3)} if family == "windows" else {})}
-    check(tiny(2, **rest).rewired("ladder"), 1, InTurns, 1)
+    rest = {**FAMILIES[family], **({"windows": (3,)} if family == "windows" else {})}
+    check(tiny(1, **rest).rewired("ladder"), 1, InTurns, 1)

@@ -26,7 +26,7 @@ def tokens(comm: Comm, ops: Ops | None, params: SamplingParams, wiring: str) -> 
     """What each of the prompts is answered with; three slots, so that some wait, and a cache that grows."""
     config = ModelConfig.named("tiny").rewired(wiring)
     core = Core(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, ops=ops)
-    core.tell(Add(Job(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 3))
+    core.tell(Add(Job(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 2))
     found: dict[int, list[int | None]] = {}
     while core.busy:
         for token in core.step():
@@ -35,14 +35,14 @@ def tokens(comm: Comm, ops: Ops | None, params: SamplingParams, wiring: str) -> 
 
 
 @pytest.mark.parametrize("size", (1, 2))
-@pytest.mark.parametrize("wiring", ("standard", "ladder", "parallel", "standard:2 ladder-1-2:2", "desync-2x"))
+@pytest.mark.parametrize("wiring", ("ladder", "standard:2 ladder-1-2:2", "desync-2x"))
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 def test_same_tokens(wiring: str, temperature: float, size: int) -> None:
     params = SamplingParams(16, temperature, seed=4)
     with World(size) as world:
         plain = world.run(lambda comm: tokens(comm, None, params, wiring))
         by_twins = world.run(lambda comm: tokens(comm, Twins(), params, wiring))
-    assert plain == by_twins and len(plain[0]) == 3 * len(PROMPTS)
+    assert plain == by_twins and len(plain[0]) == 2 * len(PROMPTS)
 
 
 def test_the_likeliest_of_several_ranks() -> None:
