@@ -1,18 +1,17 @@
 """Real processes over gloo, against the oracle. They meet in a file, so no port is taken."""
 
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from ladder.comm.distributed import Distributed
 from ladder.config import ModelConfig
 from tests import oracle
+from tests.processes import run_processes
 from tests.weights import TINY, answer, draw, tiny
 
 LIMIT = 120.0  # seconds, for processes that would otherwise hang; they need about ten
@@ -30,23 +29,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What each rank of a world of 2 and of 4 processes computed, by name."""
     size: int = request.param
     directory = tmp_path_factory.mktemp(f"gloo{size}")
-    run_ranks(size, directory)
+    run_processes(work, size, directory, LIMIT)
     return [torch.load(directory / f"{rank}.pt") for rank in range(size)]
-
-
-def run_ranks(size: int, directory: Path) -> None:
-    """Start the ranks and see them end; a rank that fails ends the others and is raised here."""
-    context = mp.spawn(work, (size, str(directory)), nprocs=size, join=False)  # type: ignore[attr-defined, no-untyped-call]
-    deadline = time.monotonic() + LIMIT
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                pytest.fail(f"{size} ranks were not done after {LIMIT:.0f} s")
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
 
 
 def work(rank: int, size: int, directory: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 from ladder.bench.one_rank import WIRINGS, bound_ms, spread
 from ladder.bench.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
+from ladder.comm.base import Solo
 from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
+from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
@@ -52,6 +55,44 @@ def test_the_rank_that_is_there() -> None:
     assert (comm.size, comm.rank) == (4, 0)
     assert torch.equal(comm.all_reduce(x.clone()).wait(), x)
     assert comm.all_gather(x).tolist() == [0.0, 1.0, 2.0] * 4
+
+
+class Stream:
+    """A GPU's stream without a GPU."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> str:
+        return "event"
+
+
+def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    two = Signalled([OneRank(4, blocks=3), OneRank(4, blocks=5)], torch.device("cpu"), sums=4)
+    before = two.all_reduce(torch.zeros(2))
+    assert isinstance(before, Flagged) and before.flag is None  # no pass has begun
+    two.begin()
+    sent = [two.all_reduce(torch.full((2,), float(n))) for n in range(3)]
+    assert two.flags.tolist() == [3, 5, 3, 0]
+    for number, (pending, need) in enumerate(zip(sent, (3, 5, 3), strict=True)):
+        assert isinstance(pending, Flagged) and pending.flag is not None
+        assert pending.need == need == int(pending.flag) and pending.wait().tolist() == [number] * 2
+    two.end()
+    two.flags.zero_()
+    two.begin()
+    two.all_reduce(torch.zeros(2))
+    assert two.flags.tolist() == [3, 0, 0, 0]  # a new pass counts from the first again
+    solo = Signalled([Solo()], torch.device("cpu"), sums=1)
+    solo.begin()
+    pending = solo.all_reduce(torch.ones(2))
+    assert isinstance(pending, Flagged) and pending.flag is None  # who sets no flags is waited for by events
 
 
 def test_spread() -> None:

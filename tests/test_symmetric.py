@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from ladder import LLM, SamplingParams
@@ -28,6 +26,7 @@ from ladder.comm.distributed import Distributed
 from ladder.comm.symmetric import MULTICAST, ONE_SHOT, TWO_SHOTS, Symmetric, add, choose
 from ladder.errors import LadderError
 from tests.checkpoints import tiny
+from tests.processes import run_processes
 
 LIMIT = 60.0  # seconds, for processes that would otherwise hang; they need about ten
 KIB, MIB = 1 << 10, 1 << 20
@@ -115,18 +114,8 @@ class Library:
 
 
 def in_processes(work: Callable[..., None], size: int, directory: Path) -> list[dict[str, Any]]:
-    """What each rank saved; a rank that fails ends the others and is raised here, and so does time."""
-    context = mp.spawn(work, (size, str(directory)), nprocs=size, join=False)  # type: ignore[attr-defined, no-untyped-call]
-    deadline = time.monotonic() + LIMIT
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                pytest.fail(f"{size} ranks were not done after {LIMIT:.0f} s")
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+    """What each rank saved."""
+    run_processes(work, size, directory, LIMIT)
     return [torch.load(directory / f"{rank}.pt") for rank in range(size)]
 
 
