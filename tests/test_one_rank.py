@@ -84,6 +84,12 @@ def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, (pending, need) in enumerate(zip(sent, (3, 5, 3), strict=True)):
         assert isinstance(pending, Flagged) and pending.flag is not None
         assert pending.need == need == int(pending.flag) and pending.wait().tolist() == [number] * 2
+    waited: list[object] = []
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: waited.append(event))
+    assert sent[0].for_kernel() is sent[0].x and not waited  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert sent[0].for_kernel() is sent[0].x and waited == ["event"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     two.end()
     two.flags.zero_()
     two.begin()

@@ -32,6 +32,13 @@ class Flagged:
         torch.cuda.current_stream().wait_event(self._event)
         return self.x
 
+    def for_kernel(self) -> Tensor:
+        """For a kernel that waits for the flag by itself, which it does in a CUDA graph only. Outside of one, the
+        driver may have to load a kernel meanwhile: it waits for those that run, and holds back those that do not yet
+        run. The kernel that waits for the sum, and the one that brings it, would stand still for ever.
+        """
+        return self.x if torch.cuda.is_current_stream_capturing() else self.wait()
+
 
 class Signalled:
     """`inner`'s sums on a communication stream of high priority, one after the other; a GPU's.

@@ -31,6 +31,8 @@ class Graphs:
         fill = bucket - count
         lines = [[*tokens, *[0] * fill], [*slots, *[self._spare] * fill], [*positions, *[0] * fill]]
         logits, best = self.captured(bucket).replay(torch.tensor(lines))
+        if logits.is_cuda:  # no other kernel may have to be loaded meanwhile, see `Flagged.for_kernel`
+            torch.cuda.current_stream(logits.device).synchronize()
         return logits[:count], best[:count]
 
     def prompt(self, tokens: Sequence[int], slot: int) -> Tensor:

@@ -49,7 +49,7 @@ def source(stream: ResidualStream, lag: int) -> Source:
     flagged = [p for p in late if isinstance(p, Flagged) and p.flag is not None]
     plain = [p for p in late if not (isinstance(p, Flagged) and p.flag is not None)]
     flags = tuple(p.flag for p in flagged if p.flag is not None)
-    sums = (*(p.x for p in flagged), *(p.wait() for p in plain))
+    sums = (*(p.for_kernel() for p in flagged), *(p.wait() for p in plain))
     if terms.fresh is not None and not terms.sums and len(terms.drifts) == 1:
         # the reader joins the fresh term to the drift, as it would a sum to what the ranks agree on
         return Source(terms.drifts[0], (terms.fresh,), drift=base, local=True)
