@@ -148,7 +148,7 @@ def test_configurations_by_rule_fit_a_chip() -> None:
             assert config.rows * width * shape.bytes * (1 + shape.pair) * (config.stages - 1) <= SHARED, shape
         else:
             assert isinstance(config, Skinny)
-            tile = (config.rows * (1 + shape.pair) + max(16, shape.batch)) * config.depth * shape.bytes
+            tile = (config.rows + max(16, shape.batch)) * config.depth * shape.bytes
             assert tile * (config.stages - 1) <= SHARED, shape
             assert shape.inputs % config.splits == 0 and config.early <= shape.inputs // config.splits
             assert config.splits == 1 or shape.splittable

@@ -15,48 +15,43 @@ def _skinny(x, weight, bias, plus, out, scale, M, N, K: tl.constexpr,
             IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    r = tile * BN + tl.arange(0, BN)
+    j = tl.arange(0, BN)
+    outputs: tl.constexpr = BN // 2 if PAIR else BN
+    r = tile * outputs + j % outputs
+    line = r + j // outputs * N  # of a pair, the tile's first half has rows of the gate, the second those of the other
     m = tl.arange(0, MB)
     k = tl.arange(0, BK)
     here = (r < N)[:, None]
     live = (m < M)[None, :]
     depth: tl.constexpr = K // SPLITS
-    rows = weight + r.to(tl.int64)[:, None] * K + split * depth
+    rows = weight + line.to(tl.int64)[:, None] * K + split * depth
     lines = x + m[None, :] * K + split * depth
-    pair = N.to(tl.int64) * K
-    ya = tl.zeros([BN, MB], tl.float32)
-    yb = tl.zeros([BN, MB], tl.float32)
+    y = tl.zeros([BN, MB], tl.float32)
     if EARLY > 0:
         e = tl.arange(0, EARLY)
-        early_a = tl.load(rows + e[None, :], mask=here, other=0.0)
-        if PAIR:
-            early_b = tl.load(rows + pair + e[None, :], mask=here, other=0.0)
+        early = tl.load(rows + e[None, :], mask=here, other=0.0)
     wait_for_others(PDL)
     let_others_start(PDL)
     if EARLY > 0:
         early_x = tl.load(lines + e[:, None], mask=live, other=0.0)
-        ya = product(early_a, early_x, ya, IEEE)
-        if PAIR:
-            yb = product(early_b, early_x, yb, IEEE)
+        y = product(early, early_x, y, IEEE)
     for at in tl.range(EARLY, depth, BK, num_stages=STAGES):
         inside = at + k < depth
         xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
-        wa = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
-        ya = product(wa, xs, ya, IEEE)
-        if PAIR:
-            wb = tl.load(rows + pair + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
-            yb = product(wb, xs, yb, IEEE)
+        w = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
+        y = product(w, xs, y, IEEE)
     if BIAS:
         if split == 0:
-            ya += tl.load(bias + r, mask=r < N, other=0.0).to(tl.float32)[:, None]
-            if PAIR:
-                yb += tl.load(bias + N + r, mask=r < N, other=0.0).to(tl.float32)[:, None]
-    there = (split * M + m)[None, :] * N + r[:, None]
+            y += tl.load(bias + line, mask=r < N, other=0.0).to(tl.float32)[:, None]
     if PAIR:
-        ya = ya * tl.sigmoid(ya) * yb
+        gate, up = y.reshape(2, outputs, MB).permute(1, 2, 0).split()
+        y = gate * tl.sigmoid(gate) * up
+        r = tile * outputs + tl.arange(0, outputs)
+        here = (r < N)[:, None]
+    there = (split * M + m)[None, :] * N + r[:, None]
     if PLUS:
-        ya += scale * tl.load(plus + there, mask=here & live, other=0.0, cache_modifier=".cg").to(tl.float32)
-    tl.store(out + there, ya.to(out.dtype.element_ty), mask=here & live)
+        y += scale * tl.load(plus + there, mask=here & live, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(out + there, y.to(out.dtype.element_ty), mask=here & live)
 
 
 def skinny(
@@ -78,7 +73,7 @@ def skinny(
     rows, width = x.shape
     outputs = weight.shape[0] // (1 + pair)
     assert out.shape[0] == config.splits and (config.splits == 1 or not (pair or plus is not None))
-    _skinny[(-(-outputs // config.rows), config.splits)](
+    _skinny[(-(-weight.shape[0] // config.rows), config.splits)](
         x, weight, bias, plus, out, 1 / divisor, rows, outputs,
         K=width, MB=max(16, triton.next_power_of_2(rows)), BN=config.rows, BK=config.depth, EARLY=config.early,
         SPLITS=config.splits, PAIR=pair, BIAS=bias is not None, PLUS=plus is not None, STAGES=config.stages,

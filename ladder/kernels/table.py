@@ -29,7 +29,7 @@ class Gemv:
 class Skinny:
     """A few rows."""
 
-    rows: int  # of the weight in a tile
+    rows: int  # of the weight in a tile; of a pair, half of them are the gate's
     depth: int  # its columns
     splits: int  # along the inputs
     stages: int
@@ -148,7 +148,9 @@ def sound(shape: Shape, config: Config) -> bool:
             fits = config.rows >= 1 and config.programs >= 1 and config.stages >= 2 and config.warps >= 1
             return fits and shape.kernel != "attend" and shape.batch == 1
         case Skinny():
-            fits = config.rows >= 16 and config.depth >= 16 and config.stages >= 2 and config.warps >= 1
+            fits = (
+                config.rows >= 16 * (1 + shape.pair) and config.depth >= 16 and config.stages >= 2 and config.warps >= 1
+            )
             divided = config.splits >= 1 and shape.inputs % config.splits == 0
             early = divided and (config.early == 0 or 16 <= config.early <= shape.inputs // config.splits)
             return fits and early and shape.kernel != "attend" and (config.splits == 1 or shape.splittable)
@@ -174,9 +176,8 @@ def rule(shape: Shape) -> Config:
     if shape.batch > MOST:
         return None
     depth = max(16, min(128 * 2 // shape.bytes, power(shape.inputs)))
-    rows = 32 if shape.pair else 64
-    tiles = -(-shape.outputs // rows)
-    splits = min(8, power(WAVE // tiles)) if shape.splittable else 1
+    rows = 64
+    splits = min(8, power(WAVE // -(-shape.outputs // rows))) if shape.splittable else 1
     while shape.inputs % (splits * 16) or shape.inputs // splits < depth:
         splits //= 2
         if splits <= 1:
