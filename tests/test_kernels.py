@@ -291,7 +291,7 @@ from ladder.kernels.gemv import _gemv
 
 def groups(plus):
     fixed = {"K": 1024, "BK": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFT": 0, "NORM": 0, "PAIR": 0}
-    fixed |= {"BIAS": 0, "PLUS": plus, "STAGES": 4, "PDL": True}
+    fixed |= {"BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "eps": "fp32", "scale": "fp32", "N": "i32"}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in _gemv.arg_names}
     values = {(_gemv.arg_names.index(name),): value for name, value in fixed.items()}

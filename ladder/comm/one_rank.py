@@ -31,16 +31,12 @@ class OneRank:
     def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int]:
         """The sum, in the current stream, and what it counts `flag` up to."""
         if not self._travel(x, flag):
-            flag.fill_(self._blocks(x))
-        return x, self._blocks(x)
+            flag.fill_(self.blocks)
+        return x, self.blocks
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._travel(x, None)
         return torch.cat([x] * self.size, dim=-1)
-
-    def _blocks(self, x: Tensor) -> int:
-        """More for messages of megabytes: moving them must not take longer than the link's own time."""
-        return max(self.blocks, min(64, x.numel() * x.element_size() >> 17))
 
     def _travel(self, x: Tensor, flag: Tensor | None) -> bool:
         if self._link is None or not x.is_cuda:
@@ -48,5 +44,5 @@ class OneRank:
         from ladder.comm.travel import travel
 
         nanoseconds = int(self._link.seconds(x.numel() * x.element_size()) * 1e9)
-        travel(x, flag, nanoseconds, self._blocks(x))
+        travel(x, flag, nanoseconds, self.blocks)
         return True

@@ -27,15 +27,18 @@ def _travel(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def travel(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int) -> None:
-    """x <- x, no sooner than after `nanoseconds`; then flag <- flag + 1 from each of the blocks."""
+    """x <- x, no sooner than after `nanoseconds`; then flag <- flag + 1 from each of the blocks.
+
+    Messages of megabytes are moved by more threads in each block: that must not take longer than their link.
+    """
     words = x.view(-1).view(_WORD[x.element_size()])
-    block = 1024 if words.numel() < 1 << 17 else 4096
+    large = words.numel() >= 1 << 19
     _travel[(blocks,)](
         words,
         words.numel(),
         flag,
         nanoseconds,
         FLAG=flag is not None,
-        BLOCK=block,
-        num_warps=WARPS,
+        BLOCK=16384 if large else 1024,
+        num_warps=16 if large else WARPS,
     )

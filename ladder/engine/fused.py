@@ -18,7 +18,8 @@ from ladder.residual import ResidualStream
 from ladder.wiring import Out, SubBlock
 
 PIECES = 2  # that a prompt's partial sums are sent in: the first travels while the second is computed
-WORTH_CUTTING = 512  # rows; below, a matrix product of half of them takes as long as one of all
+# rows; below, a matrix product of half of them is one wave of the chip, and takes two beside a sum that holds some cores
+WORTH_CUTTING = 2048
 
 
 class Fused:

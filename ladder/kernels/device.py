@@ -49,9 +49,8 @@ def product(a, b, c, IEEE: tl.constexpr):
 
 
 @triton.jit
-def added(x, term, at, inside):
-    """x + term, rounded to the stream's type as torch does."""
-    more = tl.load(term + at, mask=inside, other=0.0, cache_modifier=".cg")
+def added(x, more):
+    """x + more, rounded to the stream's type as torch does."""
     return (x + more.to(tl.float32)).to(more.dtype).to(tl.float32)
 
 
@@ -61,18 +60,26 @@ def gathered(base, first, second, drift, flag1, flag2, need, saved, at, inside, 
     """base + sums + drift, once the flagged sums have arrived. base + sums is kept where `save` says so.
 
     What other kernels or the communication stream have written is read past the first-level cache, which may be stale.
+    Everything is asked for before anything is kept: no load is made to wait for a store it might have to see.
     """
+    x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if DRIFT:
+        local = tl.load(drift + at, mask=inside, other=0.0, cache_modifier=".cg")
     if FLAGS >= 1:
         wait_for_flag(flag1, need)
     if FLAGS >= 2:
         wait_for_flag(flag2, need)
-    x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     if SUMS >= 1:
-        x = added(x, first, at, inside)
+        one = tl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg")
     if SUMS >= 2:
-        x = added(x, second, at, inside)
+        other = tl.load(second + at, mask=inside, other=0.0, cache_modifier=".cg")
     if SUMS >= 1:
-        tl.store(saved + at, x.to(saved.dtype.element_ty), mask=inside & save)
+        x = added(x, one)
+    if SUMS >= 2:
+        x = added(x, other)
+    agreed = x
     if DRIFT:
-        x = added(x, drift, at, inside)
+        x = added(x, local)
+    if SUMS >= 1:
+        tl.store(saved + at, agreed.to(saved.dtype.element_ty), mask=inside & save)
     return x

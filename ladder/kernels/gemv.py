@@ -15,7 +15,7 @@ from ladder.layers.norm import rms
 def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, bias, plus, out, eps, scale, N,
           K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
           FLAGS: tl.constexpr, DRIFT: tl.constexpr, NORM: tl.constexpr, PAIR: tl.constexpr, BIAS: tl.constexpr,
-          PLUS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+          PLUS: tl.constexpr, TP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     cols = tl.arange(0, BK)
     inside = cols < K
@@ -23,6 +23,8 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
         g = tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32)
     x = tl.zeros([BK], tl.float32)
     factor = 1.0
+    turn = tl.arange(0, TP)
+    more = tl.zeros([TP, BN], tl.float32)
     # the weight's tiles go through shared memory, STAGES - 1 of them under way: also while the first tile's turn waits
     for tile in tl.range(0, TILES, num_stages=STAGES):
         r = (pid * TILES + tile) * BN + tl.arange(0, BN)
@@ -33,16 +35,16 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
             wb = tl.load(weight + N.to(tl.int64) * K + at, mask=inside[None, :] & here[:, None], other=0.0)
         if tile == 0:
             wait_for_others(PDL)
+            if PLUS:  # of all tiles at once, not one latency after the other
+                all_r = (pid * TILES + turn)[:, None] * BN + tl.arange(0, BN)[None, :]
+                live = (turn < TILES)[:, None] & (all_r < N)
+                more = tl.load(plus + all_r, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
             x = gathered(base, first, second, drift, flag1, flag2, need, saved, cols, inside, pid == 0,
                          SUMS, FLAGS, DRIFT)  # fmt: skip
             if NORM:
                 factor = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
                 x = x * g
             let_others_start(PDL)
-        more = tl.zeros([BN], tl.float32)
-        if PLUS:
-            if N > 0:  # a load in a branch joins no pipeline, so it is not made before the wait: others write `plus`
-                more = tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg").to(tl.float32)
         ya = tl.sum(wa.to(tl.float32) * x[None, :], axis=1) * factor
         if BIAS:
             ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
@@ -52,7 +54,7 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
                 yb += tl.load(bias + N + r, mask=here, other=0.0).to(tl.float32)
             ya = ya * tl.sigmoid(ya) * yb
         if PLUS:
-            ya += scale * more
+            ya += scale * tl.sum(tl.where((turn == tile)[:, None], more, 0.0), axis=0)
         tl.store(out + r, ya.to(out.dtype.element_ty), mask=here)
 
 
@@ -90,7 +92,7 @@ def gemv(
         *source.arguments(saved), gain, weight, bias, plus, out, eps, 1 / divisor, rows,
         K=width, BK=triton.next_power_of_2(width), BN=config.rows, TILES=tiles, **source.modes(),
         NORM=norm is not None, PAIR=pair, BIAS=bias is not None, PLUS=plus is not None,
-        STAGES=config.stages, PDL=pdl, num_warps=config.warps, launch_pdl=pdl, **room,
+        TP=triton.next_power_of_2(tiles), STAGES=config.stages, PDL=pdl, num_warps=config.warps, launch_pdl=pdl, **room,
     )  # fmt: skip
     return saved
 
