@@ -63,11 +63,14 @@ class ResidualStream:
         self._drift: Tensor | None = None
         self._fresh: Tensor | None = None  # what is to join the drift with the next read
         self._held: Tensor | None = None
+        self._sums_to_come: int | None = None  # None: who knows
 
     @classmethod
-    def from_partial(cls, comm: Comm, embedding: Tensor) -> "ResidualStream":
-        """Starts from the ranks' partial embeddings; every wiring waits for their sum."""
-        return cls(comm, comm.all_reduce(embedding).wait())
+    def from_partial(cls, comm: Comm, embedding: Tensor, sums: int | None = None) -> "ResidualStream":
+        """Starts from the ranks' partial embeddings; every wiring waits for their sum. `sums` are to follow."""
+        stream = cls(comm, comm.all_reduce(embedding).wait())
+        stream._sums_to_come = sums
+        return stream
 
     def read(self, lag: int, staleness: Tensor | None = None) -> Tensor:
         """The stream with at most the newest `lag` sums missing: waits for the older ones, oldest first.
@@ -140,10 +143,15 @@ class ResidualStream:
             self._drift = partial
         else:
             drift, self._drift = self._drift, None
-            self._wire.append((self._comm.all_reduce(partial), drift))
+            self._send(self._comm.all_reduce(partial), drift)
 
     def write_local(self, partial: Tensor) -> None:
-        """`write` by the way of `local`, but it is left to the next reader to join the partial sum to the drift."""
+        """`write` by the way of `local`, but it is left to the next reader, of lag 0, to join the partial sum to the
+        drift; or to the stream itself, where no sum will ever need the drift.
+        """
+        if self._sums_to_come == 0 and self._drift is None:
+            self._wire.append((Arrived(partial), None))
+            return
         if self._drift is None or self._comm.size == 1:
             return self.write(partial, Out.LOCAL)
         self._join()
@@ -152,7 +160,12 @@ class ResidualStream:
     def write_pieces(self, pieces: Iterable[Tensor]) -> None:
         """`write_joined` by way of `reduce` of a partial sum in pieces along its rows: each is sent when it is made."""
         self._held, drift, self._drift = None, self._drift, None
-        self._wire.append((Pieces([self._comm.all_reduce(piece) for piece in pieces]), drift))
+        self._send(Pieces([self._comm.all_reduce(piece) for piece in pieces]), drift)
+
+    def _send(self, pending: Pending, drift: Tensor | None) -> None:
+        self._wire.append((pending, drift))
+        if self._sums_to_come is not None:
+            self._sums_to_come -= 1
 
     def rest(self) -> tuple[Tensor, list[Tensor]]:
         """What the constructor needs to go on from here, in another layer's scope; for one rank alone."""

@@ -289,11 +289,9 @@ def prefill(
         more = {"tflop_s": round(rate, 1), "share_of_peak": round(rate / peak["bf16_tflop_s"], 3)}
         if (pattern, name) == ("ladder", link):
             # of what standard waits for the link: over no communication, and over sums that take no time on the link
-            wait = ms["standard", link] - ms["standard", "zero"]
-            more["hidden"] = round(
-                1 - (ms[pattern, name] - ms["none", None]) / (ms["standard", link] - ms["none", None]), 3
-            )
-            more["hidden_of_link_time"] = round(1 - (ms[pattern, name] - ms[pattern, "zero"]) / wait, 3)
+            for key, without in (("hidden", ("none", None)), ("hidden_of_link_time", ("standard", "zero"))):
+                exposed = ms["ladder", link] - ms["ladder" if without[1] else "none", without[1]]
+                more[key] = round(1 - exposed / (ms["standard", link] - ms[without]), 3)
         keys = {"link": "timed" if name else "none", "link_name": name}
         yield {**common, "wiring": pattern, **keys, **spread(found[pattern, name]), **more}
 
@@ -304,6 +302,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"chip": torch.cuda.get_device_name(device), **software, "commit": commit or None}
 
 
+FEW_LINKS, FEW_WIRINGS = ("nvlink_nccl", "pcie_shm_tp8"), ("none", "standard", "parallel", "ladder")
 LINKS_70B = ("zero", "nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 
 
@@ -322,6 +321,8 @@ def main(only: Sequence[str]) -> None:
     jobs: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "70b": lambda: table(Case("llama-3-70b", 8), LINKS_70B, WIRINGS, device, peak),
         "70b-16": lambda: table(Case("llama-3-70b", 8, 16), LINKS_70B, WIRINGS, device, peak),
+        "70b-4": lambda: table(Case("llama-3-70b", 8, 4), FEW_LINKS, FEW_WIRINGS, device, peak),
+        "70b-64": lambda: table(Case("llama-3-70b", 8, 64), FEW_LINKS, FEW_WIRINGS, device, peak),
         "8b": lambda: table(Case("llama-3-8b", 1), (), WIRINGS, device, peak),
         "405b": lambda: table(Case("llama-3.1-405b", 16, layers=63), ("ib_2node_nccl",), WIRINGS, device, peak),
         "prefill": lambda: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", device, peak),

@@ -18,7 +18,7 @@ from ladder.residual import ResidualStream
 from ladder.wiring import Out, SubBlock
 
 PIECES = 2  # that a prompt's partial sums are sent in: the first travels while the second is computed
-# rows; below, a matrix product of half of them is one wave of the chip, and takes two beside a sum that holds some cores
+# rows; below, a product of half of them is one wave of the chip, which becomes two beside a sum that holds some cores
 WORTH_CUTTING = 2048
 
 
@@ -32,6 +32,8 @@ class Fused:
         frequencies: Tensor = model.frequencies  # type: ignore[assignment]
         self._frequencies = frequencies
         none = torch.zeros(1, dtype=torch.int32, device=frequencies.device)
+        blocks = [block for layer in model.layers if isinstance(layer, Layer) for block in layer.wiring]
+        self._sums = sum(block.out is Out.REDUCE for block in blocks)
         self._flags = model.comm.flags if isinstance(model.comm, Signalled) else none
 
     def step(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +48,7 @@ class Fused:
         if isinstance(comm, Signalled):
             comm.begin()
         place = Steps(slots, positions, cos, sin)
-        stream = ResidualStream.from_partial(comm, x)
+        stream = ResidualStream.from_partial(comm, x, self._sums)
         for layer in model.layers:
             assert isinstance(layer, Layer)
             attention, mlp = layer.wiring
@@ -115,7 +117,7 @@ class Fused:
         angles = seen.positions.flatten().unsqueeze(-1).float() * self._frequencies
         # kernels go by addresses: no expanded views
         place = Steps(slots.contiguous(), seen.positions.flatten(), angles.cos(), angles.sin())
-        stream = ResidualStream.from_partial(model.comm, model.embed_tokens(tokens).flatten(0, 1))
+        stream = ResidualStream.from_partial(model.comm, model.embed_tokens(tokens).flatten(0, 1), self._sums)
         for layer in model.layers:
             assert isinstance(layer, Layer)
             attention, mlp = layer.wiring
@@ -147,6 +149,8 @@ class Fused:
         return block.look(q, k, v, seen).flatten(0, 1)
 
     def _send(self, stream: ResidualStream, out: Out, x: Tensor, proj: RowLinear) -> None:
+        if out is Out.LOCAL and self.model.comm.size > 1:
+            return stream.write_local(F.linear(x, proj.weight, proj.bias))
         plus, _ = stream.addend(out)
         if out is not Out.REDUCE or plus is not None or len(x) < WORTH_CUTTING or self.model.comm.size == 1:
             return stream.write(F.linear(x, proj.weight, proj.bias), out)
