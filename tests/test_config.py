@@ -24,6 +24,7 @@ PUBLISHED = {
     "llama-3-8b": (4096, 32, 32, 8, 14_336, 128_256, 8.03),
     "34B": (8192, 48, 64, 8, 22_016, 32_000, 33.74),
     "llama-3-70b": (8192, 80, 64, 8, 28_672, 128_256, 70.55),
+    "llama-3.1-70b": (8192, 80, 64, 8, 28_672, 128_256, 70.55),
     "176B": (14_336, 70, 112, 112, 57_344, 250_880, 237.3),  # BLOOM's dimensions, but with a gated MLP and a head
     "llama-3.1-405b": (16_384, 126, 128, 8, 53_248, 128_256, 405.85),
     "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128_256, 1.24),
@@ -42,7 +43,7 @@ def test_sizes(name: str) -> None:
 
 
 def test_every_size_is_tested_and_has_its_degrees() -> None:
-    assert SIZES.keys() == PUBLISHED.keys() | {"tiny"}
+    assert SIZES.keys() == PUBLISHED.keys() | {"tiny", "quick"}
     degrees = {name: config.degrees() for name, config in SIZES.items()}
     assert degrees["tiny"] == [1, 2, 4, 8]
     assert degrees["smollm2-135m"] == [1, 3]

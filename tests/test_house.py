@@ -61,7 +61,9 @@ def test_the_import_rule_can_fail(tmp_path: Path) -> None:
     assert imports(tmp_path / "wiring.py") == ["ladder.model"]
 
 
-@pytest.mark.parametrize("module", ["ladder", "ladder.wiring", "ladder.comm.link", "ladder.config", "ladder.cli"])
+@pytest.mark.parametrize(
+    "module", ["ladder", "ladder.wiring", "ladder.comm.link", "ladder.config", "ladder.perf.plan", "ladder.cli"]
+)
 def test_no_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -7,7 +7,8 @@ from typing import Any
 
 from ladder.errors import LadderError
 
-COLOURS = {"attention": "#4c78a8", "MLP": "#54a24b", "wire": "#f2a541", "wait": "#d62728"}
+# after Okabe and Ito: colour-blind readers can tell them apart
+COLOURS = {"attention": "#0072b2", "MLP": "#56b4e9", "wire": "#e69f00", "wait": "#d55e00"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class Step:
         return {"wiring": self.wiring, "rank": self.rank, **figures, "hidden": 1 - exposed / wire if wire else None}
 
 
+def first_layers(step: Step, count: int) -> Step:
+    """The step until its first `count` layers are computed: what a picture has room for."""
+    until = step.compute[: 2 * count][-1].end
+    lanes = ([span for span in lane if span.begin < until] for lane in (step.compute, step.wire, step.waits))
+    return Step(step.wiring, step.rank, *lanes)
+
+
 def _busy(spans: Sequence[Span]) -> float:
     """Milliseconds with at least one of them under way: sums that queue for the wire use it one after the other."""
     total, reached = 0.0, 0.0
@@ -82,7 +90,8 @@ def draw(steps: Sequence[Step], title: str, path: Path) -> None:
         for span in step.wire:
             _bar(axes, top - 1, span, COLOURS["wire"])
         account = step.account()
-        hidden = "no sums" if account["hidden"] is None else f"{account['hidden']:.0%} of the wire time hidden"
+        share = account["hidden"]
+        hidden = "no sums" if share is None else f"{max(0.0, share):.0%} of the wire time hidden"
         text = f"{step.wiring}: {step.ms:.1f} ms, {account['sums']} sums, {hidden}"
         axes.text(0, top + 0.55, text, fontsize=11, fontweight="bold", va="bottom")
         ticks += [(top, "compute"), (top - 1, "wire")]

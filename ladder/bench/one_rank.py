@@ -11,112 +11,29 @@ empty TRITON_CACHE_DIR the time of the first capture includes all compilation.
 
 import gc
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ladder.bench.overlap import rewire
-from ladder.bench.peak import read_bytes_per_second
-from ladder.comm.base import Comm, Solo
+from ladder.bench.machine import machine, milliseconds, peaks, spread
+from ladder.bench.shard import Case, prompt_operations, shard, step_bytes, wired
+from ladder.comm.base import Solo
 from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import Graphs
-from ladder.jit import triton
 from ladder.kernels.ops import Kernels
 from ladder.layers.attention import KVCache
 from ladder.model import Decoder
 
-WARM_UP, STEPS = 5, 25
 SETTLING = 0.5  # seconds that a GPU works before its first time counts: clocks and memory come out of their sleep
 CONTEXT = 1024
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model on one rank of `tp`; `layers` of it where not all fit."""
-
-    size: str
-    tp: int
-    batch: int = 1
-    layers: int | None = None
-
-    def config(self) -> ModelConfig:
-        config = ModelConfig.named(self.size)
-        if self.layers is None:
-            return config
-        return replace(config, layers=self.layers, wiring=type(config.wiring)(()), windows=())
-
-
-def milliseconds(work: Callable[[], object], steps: int = STEPS, warm_up: int = WARM_UP) -> list[float]:
-    """What each of `steps` calls took on the GPU, by its events."""
-    for _ in range(warm_up):
-        work()
-    found = []
-    for _ in range(steps):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return found
-
-
-def spread(found: Sequence[float]) -> dict[str, float]:
-    """Median, first and third quartile, and how many."""
-    low, median, high = statistics.quantiles(found, n=4)
-    return {"ms": round(median, 4), "ms_q1": round(low, 4), "ms_q3": round(high, 4), "steps": len(found)}
-
-
-def peaks(device: torch.device) -> dict[str, float]:
-    """What this GPU reached just now: bytes per second of pure reading, operations per second of a matrix product."""
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
-    b = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
-    product = statistics.median(milliseconds(lambda: a @ b, 20))
-    return {"read_tb_s": read_bytes_per_second(device) / 1e12, "bf16_tflop_s": 2 * 8192**3 / product / 1e9}
-
-
-def shard(case: Case, comm: Comm, device: torch.device) -> Decoder:
-    """Rank 0's shard with normal weights, drawn on the GPU: the time of a step does not depend on their values."""
-    model = Decoder(case.config(), comm, device, torch.bfloat16)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(std=0.02)
-    return model
-
-
-def step_bytes(model: Decoder, batch: int) -> int:
-    """Bytes that a step cannot avoid to read: every weight but the embedding's rows, and the keys and values."""
-    weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed_tokens" not in name)
-    if model.config.tied:
-        weights += model.lm_head.weight.numel() * model.lm_head.weight.element_size()
-    heads = max(1, model.config.kv_heads // model.comm.size)
-    return weights + 2 * model.config.layers * batch * CONTEXT * heads * model.config.head_dim * 2
-
-
-def wired(model: Decoder, pattern: str, link: Link | None, lanes: int, device: torch.device) -> None:
-    """Set the model's wiring and its wire; both change no tensor."""
-    rewire(model, pattern)
-    size = model.comm.size
-    if size == 1:
-        model.comm = Solo()
-    elif link is None:
-        model.comm = OneRank(size)
-    else:
-        model.comm = Signalled([OneRank(size, link) for _ in range(lanes)], device, 2 * model.config.layers + 2)
 
 
 def decode(
@@ -151,10 +68,12 @@ def _replays(fused: Fused, batch: int) -> list[float]:
     return milliseconds(lambda: graph.replay(lines))
 
 
-def wire_us(link: Link, size: int, batch: int, hidden: int, device: torch.device) -> float:
+def wire_us(
+    link: Link, size: int, batch: int, hidden: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> float:
     """Microseconds of one sum among many that follow each other on the communication stream, its launch included."""
     comm = Signalled([OneRank(size, link)], device, 64)
-    x = torch.zeros(batch, hidden, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(batch, hidden, dtype=dtype, device=device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         comm.all_reduce(x).wait()
@@ -198,7 +117,7 @@ def table(
     cache = model.new_cache(case.batch + 1, CONTEXT + 64)
     torch.cuda.synchronize()
     loaded = time.monotonic()
-    read = step_bytes(model, case.batch)
+    read = step_bytes(model, case.batch, CONTEXT)
     common: dict[str, Any] = {
         "size": case.size,
         "tp": case.tp,
@@ -269,11 +188,7 @@ def prefill(
     model = shard(case, OneRank(case.tp), device)
     cache = model.new_cache(2, tokens)
     ids = torch.randint(model.config.vocab, (tokens,)).tolist()
-    config = model.config
-    weights = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
-    heads = config.heads // case.tp
-    looking = 2 * 2 * config.layers * heads * config.head_dim * tokens * tokens / 2  # causal: half of the square
-    operations = 2 * weights * tokens + looking
+    operations = prompt_operations(model, 1, tokens)
     arms = [("none", None), ("ladder", None), ("standard", "zero"), ("ladder", "zero")]
     arms += [("standard", link), ("ladder", link)]
     found: dict[tuple[str, str | None], list[float]] = {}
@@ -294,12 +209,6 @@ def prefill(
                 more[key] = round(1 - exposed / (ms["standard", link] - ms[without]), 3)
         keys = {"link": "timed" if name else "none", "link_name": name}
         yield {**common, "wiring": pattern, **keys, **spread(found[pattern, name]), **more}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    software = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-    return {"chip": torch.cuda.get_device_name(device), **software, "commit": commit or None}
 
 
 FEW_LINKS, FEW_WIRINGS = ("nvlink_nccl", "pcie_shm_tp8"), ("none", "standard", "parallel", "ladder")

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ladder.bench.lanes import Span, Step, draw
-from ladder.bench.one_rank import CONTEXT, Case, shard, wired
+from ladder.bench.lanes import Span, Step, draw, first_layers
+from ladder.bench.machine import machine
+from ladder.bench.one_rank import CONTEXT
+from ladder.bench.shard import Case, shard, wired
 from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
 from ladder.engine.fused import Fused
@@ -60,13 +62,6 @@ def step_of(kernels: list[tuple[str, float, float]], model: Decoder, wiring: str
     return Step(wiring, 0, compute, wire, [Span("sum 0", 0.0, 0.0), *waits])
 
 
-def first_layers(step: Step) -> Step:
-    until = step.compute[2 * SHOWN - 1].end
-    return Step(
-        step.wiring, 0, *([s for s in lane if s.begin < until] for lane in (step.compute, step.wire, step.waits))
-    )
-
-
 def main(out: Path, link: str = "nvlink_nccl") -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -88,12 +83,13 @@ def main(out: Path, link: str = "nvlink_nccl") -> None:
             trace = out / f"one_rank_{wiring}.trace.json"
             profiler.export_chrome_trace(str(trace))
             steps.append(step_of(kernels_of(trace), model, wiring))
-    lanes: list[dict[str, Any]] = [asdict(step) for step in steps]
+    about = {"size": "llama-3-70b", "tp": 8, "batch": 1, "mode": "one-rank", "link": link, "link_kind": "timed"}
+    lanes: list[dict[str, Any]] = [{**asdict(step), **about, **machine(device)} for step in steps]
     (out / "one_rank_steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lanes), encoding="utf-8")
     chip = torch.cuda.get_device_name(device)
     what = f"First {SHOWN} of 80 layers of a decoding step: Llama-3-70B, one rank of 8, batch 1"
     title = f"{what}, {chip}; link {link}, timed"
-    draw([first_layers(step) for step in steps], title, out / "one_rank_lanes.png")
+    draw([first_layers(step, SHOWN) for step in steps], title, out / "one_rank_lanes.png")
 
 
 if __name__ == "__main__":

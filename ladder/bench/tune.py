@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from ladder.bench.one_rank import CONTEXT, Case, milliseconds, shard, wired
+from ladder.bench.machine import milliseconds
+from ladder.bench.one_rank import CONTEXT
+from ladder.bench.shard import Case, shard, wired
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig

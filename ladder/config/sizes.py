@@ -28,6 +28,7 @@ SIZES: dict[str, ModelConfig] = {
     "llama-3-8b": _size(4096, 32, 32, 8, 14_336, **_LLAMA_3),
     "34B": _size(8192, 48, 64, 8, 22_016, vocab=32_000, context=16_384, rope=Rope(1e6)),  # CodeLlama-34B
     "llama-3-70b": _size(8192, 80, 64, 8, 28_672, **_LLAMA_3),
+    "llama-3.1-70b": _size(8192, 80, 64, 8, 28_672, **_LLAMA_31),  # llama-3-70b, read further
     "176B": _size(14_336, 70, 112, 112, 57_344, vocab=250_880, context=2048),  # BLOOM's dimensions, this architecture
     "llama-3.1-405b": _size(16_384, 126, 128, 8, 53_248, **_LLAMA_31),
     # small ones people have
@@ -36,4 +37,6 @@ SIZES: dict[str, ModelConfig] = {
     "smollm2-135m": _size(576, 30, 9, 3, 1536, vocab=49_152, context=8192, rope=Rope(1e5), tied=True),
     # for tests and the demo: shards over 8 ranks, with its 4 key/value heads replicated
     "tiny": ModelConfig(64, 4, 8, 4, 128, vocab=320, context=512),
+    # for `ladder bench --preset quick`: half of a sub-block takes a CPU core some milliseconds, and all fits a laptop
+    "quick": ModelConfig(2048, 8, 16, 16, 4096, vocab=4096, context=2048),
 }

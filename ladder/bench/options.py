@@ -1,0 +1,150 @@
+"""What `ladder bench` measures: arms and presets as tables, and the options that the command line is made from.
+No torch here.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from ladder.config import DTYPES, SIZES
+from ladder.engine.options import check_types, option
+from ladder.errors import LadderError
+from ladder.wiring import ROWS, Wiring
+
+REAL = "real"  # in place of a link's name: the wire there is
+MODES = ("auto", "ranks", "one-rank")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Equal parts of the layers under each of `rows`; the sums on a link of the arm's own where it has one."""
+
+    rows: tuple[str, ...]
+    link: str | None = None
+
+    def wiring(self, layers: int) -> Wiring:
+        return Wiring(tuple(self.rows[index * len(self.rows) // layers] for index in range(layers)))
+
+
+ARMS: dict[str, Arm] = {
+    "standard": Arm(("standard",)),
+    "standard-fused": Arm(("standard",), link="nvlink_fused"),  # the best all-reduce there is
+    "parallel": Arm(("parallel",)),
+    "ladder": Arm(("ladder",)),
+    "hybrid": Arm(("standard", "ladder")),
+    "desync-2x": Arm(("desync-2x",)),
+    "none": Arm(("none",)),  # no communication: the upper bound on speed
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named protocol. In a link's name {tp} stands for the number of ranks."""
+
+    size: tuple[str, ...] = ()
+    arm: tuple[str, ...] = tuple(ARMS)
+    tp: tuple[int, ...] = (2,)
+    batch: tuple[int, ...] = (1,)
+    link: tuple[str, ...] = (REAL,)
+    prompt: int = 1024
+    new: int = 512
+    repetitions: int = 25
+    device: str = "auto"
+
+
+_TODAY = Preset(
+    ("llama-3.1-70b",),
+    tp=(8,),
+    batch=(1, 16, 64),
+    link=("nvlink_nccl", "nvlink_oneshot", "pcie_shm_tp{tp}"),
+    new=1024,
+)
+
+PRESETS: dict[str | None, Preset] = {
+    None: Preset(),
+    # two processes on any CPU; its link takes about as long as a sub-block does on a core: one can hide the other;
+    # two batches, so that a sweep that is interrupted has something to go on from
+    "quick": Preset(("quick",), batch=(1, 2), link=("5ms,10GB/s",), prompt=32, new=64, repetitions=12, device="cpu"),
+    # the paper's; peer-to-peer on and off
+    "paper": Preset(("llama-3-70b",), tp=(2, 4, 8), batch=(1, 4, 16, 64), link=("nvlink_nccl", "pcie_shm_tp{tp}")),
+    # what inference benchmarks use today
+    "1k1k": _TODAY,
+    "8k1k": replace(_TODAY, prompt=8192),
+}
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """The known name that looks most like the one given."""
+    return get_close_matches(given, list(known), n=1, cutoff=0.0)[0]
+
+
+def check_known(what: str, given: str, known: Collection[str]) -> None:
+    """Refuse a name that nothing has."""
+    if given not in known:
+        near = nearest(given, known)
+        raise LadderError(f"unknown {what} {given!r}: known are {', '.join(known)}; the nearest is {near!r}")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, on what, and where the lines go."""
+
+    preset: str | None = option(None, "quick (two minutes on any CPU), paper, 1k1k or 8k1k; other flags override it.")
+    size: tuple[str, ...] = option((), "A named size (may be given several times, like all of the next five).")
+    arm: tuple[str, ...] = option((), f"One of {', '.join(ARMS)}, or any wiring; default: those seven.")
+    wiring: tuple[str, ...] = option((), "The same as --arm.")
+    tp: tuple[int, ...] = option((), "Number of ranks.")
+    batch: tuple[int, ...] = option((), "Requests at a time.")
+    link: tuple[str, ...] = option((), "A link's name, alpha,beta as in 50us,10GB/s, or real: the wire there is.")
+    prompt: int | None = option(None, "Tokens of each prompt.")
+    new: int | None = option(None, "New tokens of each request.")
+    repetitions: int | None = option(None, "Decoding steps measured of each arm.")
+    mode: str = option("auto", "ranks (a process each), one-rank (one GPU, the link timed), or auto: what is there.")
+    device: str = option("auto", "cpu, cuda, or auto: the preset's, else a GPU where there is one.")
+    dtype: str = option("auto", "auto (the size's; on a CPU float32), float32, bfloat16, float16 or float64.")
+    layers: int | None = option(None, "Only so many of the model's layers; the lines say so.")
+    out: Path = option(Path("bench.jsonl"), "File of JSON lines. What it already has is not measured again.")
+    json: bool = option(False, "The lines instead of the table.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.preset is not None:
+            check_known("preset", self.preset, [name for name in PRESETS if name])
+        for what, known in (("mode", MODES), ("device", DEVICES), ("dtype", ("auto", *DTYPES))):
+            check_known(what, getattr(self, what), known)
+        for name, least in (("prompt", 1), ("new", 1), ("repetitions", 2), ("layers", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise LadderError(f"{name} must be at least {least}, not {value}")
+        for name in ("tp", "batch"):
+            for value in getattr(self, name):
+                if value < 1:
+                    raise LadderError(f"{name} must be at least 1, not {value}")
+        if not self.chosen.size:
+            raise LadderError(f"nothing to measure: give --preset quick, or --size with one of {', '.join(SIZES)}")
+
+    @property
+    def chosen(self) -> Preset:
+        """The preset with everything replaced that was given."""
+        base = PRESETS[self.preset]
+        given = {
+            "size": self.size,
+            "arm": tuple(dict.fromkeys((*self.arm, *self.wiring))),
+            "device": "" if self.device == "auto" else self.device,
+            **{name: getattr(self, name) for name in ("tp", "batch", "link", "prompt", "new", "repetitions")},
+        }
+        return Preset(**{field.name: given[field.name] or getattr(base, field.name) for field in fields(Preset)})
+
+
+def wiring_of(arm: str, layers: int) -> Wiring:
+    """The wiring behind an arm's name, or behind a pattern used as one."""
+    if arm in ARMS:
+        return ARMS[arm].wiring(layers)
+    try:
+        return Wiring.parse(arm, layers)
+    except LadderError as error:
+        if not str(error).startswith("unknown wiring"):
+            raise
+        raise LadderError(f"{error}; the nearest is {nearest(arm, [*ARMS, *ROWS])!r}") from None

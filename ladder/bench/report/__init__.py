@@ -1,0 +1,1 @@
+"""ladder report: what was measured, as one page and as pictures."""

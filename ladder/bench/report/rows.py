@@ -1,0 +1,263 @@
+"""The lines that a report is made of, read and checked. No torch here."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from ladder.bench.lanes import COLOURS, Span, Step
+from ladder.comm.link import LINKS, Link
+from ladder.config.fields import read_text
+from ladder.errors import LadderError
+
+LARGEST = 1e15  # a number beyond it is a mistake, in every unit there is here
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, named as in its line; None is what the line leaves out."""
+
+    size: str
+    arm: str
+    wiring: str
+    tp: int
+    batch: int
+    tpot_ms_p50: float
+    prompt: int | None = None
+    new: int | None = None
+    context: int | None = None
+    link: str | None = None
+    cell_link: str | None = None
+    link_alpha_us: float | None = None
+    link_beta_gb_s: float | None = None
+    link_kind: str | None = None
+    mode: str | None = None
+    chip: str | None = None
+    cores: int | None = None
+    dtype: str | None = None
+    layers: int | None = None
+    of_layers: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms_p99: float | None = None
+    tpot_ms_q1: float | None = None
+    tpot_ms_q3: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_user: float | None = None
+    tokens_per_s_gpu: float | None = None
+    peak_memory_gb: float | None = None
+    bandwidth_tb_s: float | None = None
+    bandwidth_share: float | None = None
+    prefill_tflop_s: float | None = None
+    prefill_share: float | None = None
+    sums: float | None = None
+    wire_ms: float | None = None
+    exposed_ms: float | None = None
+    hidden: float | None = None
+    repetitions: int | None = None
+    torch: str | None = None
+    triton: str | None = None
+    python: str | None = None
+    commit: str | None = None
+    time: str | None = None
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What rows must share to be drawn together, beside size, TP and link."""
+        machine = (self.chip, self.mode, self.link_kind, self.dtype)
+        return (*machine, self.prompt, self.new, self.context, self.layers, self.of_layers)
+
+    @property
+    def place(self) -> str | None:
+        """The link of the arms that it was measured beside: an arm may bring a link of its own."""
+        return self.cell_link or self.link
+
+    @property
+    def total(self) -> float:
+        """Tokens per second; without a prompt's time where the line gives none."""
+        return self.batch * 1000 / self.tpot_ms_p50 if self.tokens_per_s is None else self.tokens_per_s
+
+    @property
+    def per_user(self) -> float:
+        return 1000 / self.tpot_ms_p50 if self.tokens_per_s_user is None else self.tokens_per_s_user
+
+    @property
+    def per_gpu(self) -> float:
+        return self.total / self.tp if self.tokens_per_s_gpu is None else self.tokens_per_s_gpu
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """Slowest and fastest quartile of a token's time, relative to the median's rate."""
+        if not self.tpot_ms_q1 or not self.tpot_ms_q3:
+            return None
+        return self.tpot_ms_p50 / self.tpot_ms_q3, self.tpot_ms_p50 / self.tpot_ms_q1
+
+    @property
+    def total_spread(self) -> tuple[float, float] | None:
+        """Tokens per second at the quartiles of a token's time: the prompt's part of the time stays as it is."""
+        if self.spread is None:
+            return None
+        share = 1.0  # of the time that is decoding
+        if self.ttft_ms is not None and self.new is not None:
+            share = (self.new - 1) * self.tpot_ms_p50 / max(self.ttft_ms + (self.new - 1) * self.tpot_ms_p50, 1e-9)
+        low, high = self.spread
+        return self.total / (1 - share + share / low), self.total / (1 - share + share / high)
+
+    @property
+    def timing(self) -> Link | None:
+        """The link's times, where they are known; a link of the table as it stands there."""
+        known = LINKS.get(self.link or "")
+        if self.link_alpha_us is None:
+            return known
+        alpha, beta = self.link_alpha_us * 1e-6, (self.link_beta_gb_s or math.inf) * 1e9
+        same = known is not None and math.isclose(known.alpha, alpha) and math.isclose(known.beta, beta)
+        return known if same else Link(alpha, beta)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Steps to draw on one time axis: one file's, of one rank."""
+
+    source: str
+    rank: int
+    steps: Sequence[Step]
+    facts: dict[str, str]  # what the lines say of themselves beside the spans
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What the files hold."""
+
+    sources: Sequence[str]
+    rows: Sequence[Row]
+    lanes: Sequence[Lanes]
+    passed_over: Sequence[str]  # a sentence per file with lines that are not drawn
+
+
+def load(inputs: Sequence[Path]) -> Lines:
+    """The measurements and the steps of all files, in order, or one sentence that says why not."""
+    if not inputs:
+        raise LadderError("no file of measurements: make one with `ladder bench`")
+    rows: list[Row] = []
+    lanes: list[Lanes] = []
+    passed_over: list[str] = []
+    for path in inputs:
+        steps: dict[int, list[tuple[Step, dict[str, str]]]] = {}
+        others: Counter[str] = Counter()
+        before = len(rows)
+        for number, raw in _objects(path, others):
+            if raw.get("tpot_ms_p50") is not None:
+                rows.append(_row(raw, f"{path} line {number}"))
+            elif (step := _step(raw)) is not None:
+                facts = {key: _text(raw[key]) for key in _FACTS if isinstance(raw.get(key), str)}
+                steps.setdefault(step.rank, []).append((step, facts))
+            else:
+                others[_kind(raw)] += 1
+        if len(rows) == before and not steps:
+            found = f" (it has {_counted(others)})" if others else ""
+            raise LadderError(f"{path} has nothing to draw{found}: give what `ladder bench` or `ladder trace` wrote")
+        name = _text(path.name)
+        lanes += [Lanes(name, rank, [s for s, _ in found], found[0][1]) for rank, found in sorted(steps.items())]
+        if others:
+            passed_over.append(f"{name}: not drawn are {_counted(others)}.")
+    return Lines([_text(path.name) for path in inputs], rows, lanes, passed_over)
+
+
+_FACTS = ("chip", "mode", "link", "link_kind", "commit", "time")
+
+
+def _objects(path: Path, others: Counter[str]) -> list[tuple[int, dict[str, Any]]]:
+    """The file's JSON objects with their line numbers. A last line without an end is what an interruption leaves."""
+    text = read_text(path)
+    lines = text.split("\n")
+    found: list[tuple[int, dict[str, Any]]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line, parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            if found and number == len(lines):
+                others["torn last line"] += 1
+                continue
+            raw = None
+        if not isinstance(raw, dict):
+            raise LadderError(f"{path} is no file of JSON lines: line {number} is {_short(line)!r}, not an object")
+        found.append((number, raw))
+    return found
+
+
+def _row(raw: dict[str, Any], where: str) -> Row:
+    given = {key: value for key, value in raw.items() if value is not None}
+    given = {**{new: given[old] for new, old in (("arm", "wiring"), ("wiring", "arm")) if old in given}, **given}
+    values: dict[str, Any] = {}
+    for field, hint in zip(fields(Row), get_type_hints(Row).values(), strict=True):
+        if field.name not in given:
+            if field.default is MISSING:
+                raise LadderError(f"{where}: the key {field.name!r} is missing")
+            continue
+        kind = (get_args(hint) or (hint,))[0]
+        values[field.name] = _value(given[field.name], kind, field.name, where)
+    for name in ("tp", "batch", "tpot_ms_p50"):
+        if not values[name] > 0:
+            raise LadderError(f"{where}: {name} must be more than 0, not {_short(str(values[name]))}")
+    return Row(**values)
+
+
+def _value(value: Any, kind: type, name: str, where: str) -> Any:
+    if kind is str:
+        if isinstance(value, str):
+            return _text(value)
+        raise LadderError(f"{where}: {name} must be a text, not {_short(repr(value))}")
+    lowest = -LARGEST if name == "hidden" else 0  # more may be exposed than was on the wire, by noise
+    number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    if not number or not lowest <= value <= LARGEST:
+        what = "a whole number" if kind is int else "a number"
+        raise LadderError(f"{where}: {name} must be {what} of at least 0, not {_short(repr(value))}")
+    return value if kind is int else float(value)
+
+
+def _step(raw: dict[str, Any]) -> Step | None:
+    """A step's spans, where the line has them and they can be drawn."""
+    try:
+        whole = Step.read(raw)
+        lanes = [[Span(_text(s.name), float(s.begin), float(s.end)) for s in lane] for lane in _lanes(whole)]
+        step = Step(_text(whole.wiring), int(whole.rank), *lanes)
+        possible = all(0 <= span.begin <= span.end <= LARGEST for lane in lanes for span in lane)
+        known = all(span.name.split()[0] in COLOURS for span in step.compute)
+        return step if step.compute and possible and known and step.ms > 0 else None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+        return None
+
+
+def _lanes(step: Step) -> tuple[Sequence[Span], ...]:
+    return step.compute, step.wire, step.waits
+
+
+def _kind(raw: dict[str, Any]) -> str:
+    """What a line calls itself, or else what it holds."""
+    if isinstance(raw.get("measure"), str):
+        return f"line of {_short(_text(raw['measure']))!r}"
+    keys = ", ".join(list(raw)[:3]) or "nothing"
+    return f"line with {_short(_text(keys))}"
+
+
+def _counted(others: Counter[str]) -> str:
+    shown = [
+        f"{count} {re.sub('^line', 'lines', kind) if count > 1 else kind}" for kind, count in others.most_common(5)
+    ]
+    left = sum(others.values()) - sum(count for _, count in others.most_common(5))
+    return ", ".join(shown) + (f" and {left} more" if left else "")
+
+
+def _text(text: str) -> str:
+    """What every font and every file can hold: no control characters, no halves of a character."""
+    whole = text.encode("utf-8", "replace").decode("utf-8")
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in whole)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

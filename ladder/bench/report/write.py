@@ -1,0 +1,31 @@
+"""ladder report: from JSON lines to pictures, and a page that needs neither a network nor this package.
+
+    lines -> rows and steps (rows) -> panels (figures) -> report.html (page), *.png (plots)
+
+No torch here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ladder.bench.lanes import plotting
+from ladder.bench.report.arms import looks
+from ladder.bench.report.figures import frontier, latency, throughput
+from ladder.bench.report.page import page
+from ladder.bench.report.plots import pictures
+from ladder.bench.report.rows import load
+from ladder.errors import LadderError
+
+
+def report(inputs: Sequence[Path], out: Path) -> list[Path]:
+    """Write `report.html` and the pictures into the folder `out`; the files written, the page first."""
+    lines = load(inputs)
+    plotting()  # or the sentence that says how to get it, before anything is written
+    if out.exists() and not out.is_dir():
+        raise LadderError(f"{out} is a file: name a folder for the report")
+    out.mkdir(parents=True, exist_ok=True)
+    figures = {"throughput": throughput(lines.rows), "frontier": frontier(lines.rows), "latency": latency(lines.rows)}
+    arms = looks(row.arm for row in lines.rows)
+    html = out / "report.html"
+    html.write_text(page(lines, figures, arms), encoding="utf-8")
+    return [html, *pictures(figures, lines.lanes, arms, out)]

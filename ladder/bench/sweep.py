@@ -1,0 +1,199 @@
+"""ladder bench: the sweep. Every line is in the file as soon as it is measured, and is not measured again."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from ladder.bench.cells import Cell, cells
+from ladder.bench.machine import machine
+from ladder.bench.measure import Measured, Turn, measured
+from ladder.bench.options import BenchOptions
+from ladder.bench.ranks import told_by_ranks
+from ladder.comm.base import Solo
+from ladder.comm.one_rank import OneRank
+from ladder.config.fields import read_text
+from ladder.errors import LadderError
+
+# what makes two lines the same measurement
+WHAT = ("size", "arm", "wiring", "tp", "batch", "prompt", "new", "dtype", "layers")
+WHERE = ("cell_link", "link", "link_kind", "mode", "chip", "cores")
+KEYS = WHAT + WHERE
+
+Key = tuple[Any, ...]
+Progress = Callable[[int, int, str], None]
+
+
+def key(row: Mapping[str, Any]) -> Key:
+    return tuple(row[name] for name in KEYS)
+
+
+def done(out: Path) -> set[Key]:
+    """The keys of what `out` already has."""
+    return {key(row) for row in read(out)}
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The measurements in a file. Its last line may be torn: the program was stopped while it wrote."""
+    if out.is_dir():
+        raise LadderError(f"{out} is a directory: name a file, as in --out {out / 'bench.jsonl'}")
+    if not out.exists():
+        return []
+    *lines, last = read_text(out).split("\n")
+    rows = []
+    for number, line in enumerate([*lines, last], 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except json.JSONDecodeError:
+            if number > len(lines):
+                break
+            raise LadderError(f"{out}: line {number} is no JSON: choose another file for --out") from None
+        if isinstance(row, dict) and all(name in row for name in KEYS):  # other programs' lines may stand there too
+            rows.append(row)
+    return rows
+
+
+class Lines:
+    """The file that lines are appended to."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write a line, for good: it is on the disk when this returns."""
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        with self._out.open("a+b") as file:
+            self._mend(file)
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def _mend(file: Any) -> None:
+        """A last line that has no end is ended, or, where it is torn, removed."""
+        file.seek(0)
+        start = file.read().rfind(b"\n") + 1
+        file.seek(start)
+        last = file.read()
+        try:
+            if last:
+                json.loads(last)
+                file.write(b"\n")
+        except ValueError:
+            file.truncate(start)
+
+
+def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]:
+    """A row for every cell, those that `out` already has included. `progress` hears of steps done, of all, and what is
+    being done. All that can be refused is refused before the first row.
+    """
+    planned = cells(options)
+    device = torch.device(planned[0].device)
+    stamp = machine(device)
+    old = {key(row): row for row in read(options.out)}
+    lines = Lines(options.out)
+    steps, total = 0, sum(cell.repetitions for cell in planned)
+    for _, group in groupby(planned, Cell.load):
+        todo = []
+        for cell in group:
+            if (known := old.get(key({**line_of(cell), **stamp}))) is not None:
+                steps += cell.repetitions
+                progress(steps, total, "measured before")
+                yield known
+            else:
+                todo.append(cell)
+        for told in _measured(todo) if todo else ():
+            match told:
+                case Turn(count, what):
+                    steps += count
+                    progress(steps, total, what)
+                case Measured(cell, figures):
+                    row = {**line_of(cell), **stamp, **figures}
+                    row["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+                    lines.append(row)
+                    yield row
+
+
+def _measured(todo: Sequence[Cell]) -> Iterator[Turn | Measured]:
+    """Cells that share one model, by a process for each rank, or by this one alone."""
+    first = todo[0]
+    if first.mode == "ranks":
+        yield from told_by_ranks(first.tp, torch.device(first.device), measured, list(todo))
+        return
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    try:
+        with torch.inference_mode():
+            yield from measured(OneRank(first.tp) if first.tp > 1 else Solo(), device, todo)
+    except torch.OutOfMemoryError as error:
+        raise LadderError(f"the GPU has not enough memory for {first.size} at TP {first.tp}: {error}") from None
+
+
+def line_of(cell: Cell) -> dict[str, Any]:
+    """What a line says of its cell."""
+    line = {field.name: getattr(cell, field.name) for field in fields(Cell)}
+    del line["repetitions"], line["device"]
+    link = cell.timing
+    line["context"] = cell.context
+    line["link_alpha_us"] = None if link is None else round(link.alpha * 1e6, 4)
+    line["link_beta_gb_s"] = None if link is None else round(link.beta / 1e9, 6)
+    return line
+
+
+COLUMNS = ("arm", "TTFT ms", "TPOT ms", "p99", "tokens/s", "speed-up", "wire ms", "exposed ms", "hidden", "of peak")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Arms under each other, cell by cell. `speed-up` is tokens/s over those of the cell's standard arm, `of peak` the
+    share of the measured rate of reading memory.
+    """
+    grid = Table(caption=_caption(rows))
+    for name in COLUMNS:
+        grid.add_column(name, justify="left" if name == "arm" else "right")
+    groups = [list(group) for _, group in groupby(rows, lambda row: tuple(row[name] for name in _CELL))]
+    titles = [_title(some[0]) for some in groups]
+    common = [part for part in titles[0] if all(part in title for title in titles)] if titles else []
+    grid.title = ", ".join(common)
+    for some, title in zip(groups, titles, strict=True):
+        if len(groups) > 1:
+            grid.add_section()
+            grid.add_row(Text(", ".join(part for part in title if part not in common), style="bold"))
+        base = next((row["tokens_per_s"] for row in some if row["arm"] == "standard"), None)
+        for row in some:
+            grid.add_row(*_shown(row, base))
+    return grid
+
+
+_CELL = ("size", "tp", "batch", "prompt", "new", "cell_link", "mode", "layers")
+
+
+def _title(row: Mapping[str, Any]) -> list[str]:
+    """What a cell is, in parts: those that all cells share need not be said of each."""
+    part = "" if row["layers"] == row["of_layers"] else f" ({row['layers']} of {row['of_layers']} layers)"
+    parts = [f"{row['size']}{part}", f"TP {row['tp']}", f"batch {row['batch']}", f"{row['prompt']}+{row['new']} tokens"]
+    return parts + ([f"link {row['cell_link']} ({row['link_kind']})"] if row["cell_link"] else [])
+
+
+def _shown(row: Mapping[str, Any], base: float | None) -> list[str]:
+    return [
+        row["arm"],
+        *(f"{row[name]:.2f}" for name in ("ttft_ms", "tpot_ms_p50", "tpot_ms_p99")),
+        f"{row['tokens_per_s']:.1f}",
+        "-" if base is None else f"{row['tokens_per_s'] / base:.2f}",
+        *(f"{row[name]:.2f}" for name in ("wire_ms", "exposed_ms")),
+        "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
+        f"{row['bandwidth_share']:.0%}",
+    ]
+
+
+def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
+    kinds = dict.fromkeys((row["chip"], row["mode"], row["dtype"], row["commit"]) for row in rows)
+    return "\n".join(f"{chip}, {mode}, {dtype}, commit {commit or 'unknown'}" for chip, mode, dtype, commit in kinds)

@@ -1,0 +1,116 @@
+"""`ladder trace`, `tune`, `bench` and `report`: what a machine does."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ladder.bench.options import BenchOptions
+from ladder.bench.report.options import ReportOptions
+from ladder.cli.verbs import steps_bar, verb
+from ladder.engine.options import argument, option
+from ladder.errors import LadderError
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What is traced, and where the files go."""
+
+    model: Path | None = option(None, "Directory with config.json and weights; default: --size with random weights.")
+    size: str = option("tiny", "A named size, where no model is given.")
+    wiring: tuple[str, ...] = option(("standard", "ladder"), "A wiring to draw (may be given several times).")
+    tp: int = option(2, "Number of ranks, a process each.")
+    link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    batch: int = option(8, "Requests in the step.")
+    context: int = option(128, "Positions of each request, the step's included.")
+    out: Path = option(Path("trace"), "Folder for the traces, the picture and the spans.")
+    json: bool = option(False, "The account as JSON lines.")
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "batch", "context"):
+            if getattr(self, name) < 1:
+                raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@verb(TraceOptions)
+def trace(options: TraceOptions) -> None:
+    """Record one decoding step per wiring: traces for Chrome or Perfetto, a picture of the lanes, and the account."""
+    from ladder.bench.lanes import plotting
+    from ladder.bench.trace import Plan, trace
+    from ladder.checkpoint import Directory, Random
+    from ladder.comm.link import Link
+    from ladder.config import ModelConfig
+    from ladder.engine.requests import device
+
+    plotting()
+    source = Random() if options.model is None else Directory(options.model)
+    config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
+    config.check_degree(options.tp)
+    if options.context > config.context:
+        raise LadderError(f"context {options.context} is more than the model's {config.context}")
+    wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
+    link = None if options.link is None else Link.parse(options.link)
+    plan = Plan(config, source, wirings, link, device(options.device), options.batch, options.context, options.out)
+    table = Table("wiring", "sums", "step ms", "wire ms", "exposed ms", "hidden")
+    for step in trace(plan, options.tp):
+        account = step.account()
+        if options.json:
+            typer.echo(json.dumps(account))
+        figures = [f"{account[key]:.2f}" for key in ("step_ms", "wire_ms", "exposed_ms")]
+        hidden = "-" if account["hidden"] is None else f"{account['hidden']:.0%}"
+        table.add_row(step.wiring, str(account["sums"]), *figures, hidden)
+    if not options.json:
+        Console().print(table)
+        typer.echo(
+            f"wrote {options.out}: lanes.png, steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)"
+        )
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Which kernels, for whom."""
+
+    out: Path = argument("File of JSON lines; its other lines stay. `ladder generate --tuned` reads it.")
+    size: str = option("llama-3-70b", "A named size: its weights' shapes are tuned for.")
+    tp: int = option(8, "Number of ranks that share it.")
+    batch: tuple[int, ...] = option((1, 4, 16, 64), "Requests at a time, up to 64 (may be given several times).")
+
+
+@verb(TuneOptions)
+def tune(options: TuneOptions) -> None:
+    """Find the shapes of our kernels that suit this GPU, for one rank of a model."""
+    from ladder.bench.tune import tuned
+
+    for line in tuned(options.out, options.size, options.tp, options.batch):
+        typer.echo(json.dumps(line))
+
+
+@verb(BenchOptions)
+def bench(options: BenchOptions) -> None:
+    """Measure wirings side by side on what is there; results are appended as they come, a second run continues."""
+    from ladder.bench.sweep import bench, table
+
+    rows = []
+    with steps_bar("starting") as progress:
+        for row in bench(options, progress):
+            rows.append(row)
+            if options.json:
+                typer.echo(json.dumps(row))
+    if not options.json:
+        console = Console()
+        console.width = max(console.width, 110)  # figures that are cut off are none
+        console.print(table(rows))
+        typer.echo(f"wrote {options.out}; ladder report {options.out} draws it")
+
+
+@verb(ReportOptions)
+def report(options: ReportOptions) -> None:
+    """Draw what `ladder bench` measured: one page that opens without a network, and pictures."""
+    from ladder.bench.report.write import report
+
+    written = report(options.inputs, options.out)
+    typer.echo(f"wrote {options.out}: {', '.join(path.name for path in written)}")

@@ -1,0 +1,79 @@
+"""`ladder convert` and `ladder eval`: what becomes of a model."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from ladder.cli.verbs import bytes_bar, steps_bar, verb
+from ladder.engine.options import argument, option
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What becomes of which checkpoint."""
+
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name.")
+    out: Path = argument("Folder for the wired checkpoint; a new one.")
+    wiring: str | None = option(None, "As in 'ladder' or 'standard:16 ladder:16'; default: what its config names.")
+    revision: str | None = option(None, "Branch, tag or commit of a model of the hub.")
+
+
+@verb(ConvertOptions)
+def convert(options: ConvertOptions) -> None:
+    """Rewire a checkpoint of Hugging Face's: same weights, another wiring. It needs adaptation afterwards."""
+    from ladder.hf.convert import convert
+
+    with bytes_bar("copying") as progress:
+        wiring = convert(options.model, options.out, options.wiring, options.revision, progress)
+    typer.echo(f"wrote {options.out}: {wiring}")
+    if not wiring.is_standard:
+        typer.echo("Its weights were trained under another wiring: adapt them before use.")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is compared, and by what."""
+
+    model: tuple[str, ...] = argument(
+        "Directories or models of the hub; the first is what the others are compared with."
+    )
+    wiring: tuple[str, ...] = option(
+        (), "Put every model under this wiring (may be given several times); default: its own."
+    )
+    task: tuple[str, ...] = option((), "A task of lm-eval, a .yaml task or a .jsonl file (may be given several times).")
+    text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
+    source: str | None = option(None, "The model that KL and greedy agreement are measured against.")
+    batch: int = option(8, "Sequences at a time.")
+    window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
+    limit: int | None = option(None, "Only so many items of each task.")
+    shots: int | None = option(None, "Examples before each item; default: what the task says.")
+    tasks_dir: Path | None = option(None, "A folder with YAML files of tasks.")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    json: bool = option(False, "One JSON line per model, wiring and measure instead of the table.")
+
+
+@verb(EvalOptions, name="eval")
+def evaluate(options: EvalOptions) -> None:
+    """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL and greedy agreement."""
+    from ladder.hf.evaluate import Arm, evaluate, table
+
+    arms = [Arm(model, wiring) for model in options.model for wiring in options.wiring or (None,)]
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    for name in ("model", "wiring", "json"):
+        del given[name]
+    with steps_bar("loading") as progress:
+        rows = evaluate(
+            arms,
+            tasks=given.pop("task"),
+            progress=progress,
+            **given,
+        )
+    if options.json:
+        for row in rows:
+            typer.echo(json.dumps(row))
+    else:
+        Console().print(table(rows))

@@ -1,0 +1,126 @@
+"""`ladder plan`: what a machine would do."""
+
+import json
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from ladder.cli.verbs import verb
+from ladder.engine.options import option
+from ladder.errors import LadderError
+
+WIRINGS = ("standard", "parallel", "ladder", "none")
+GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "prompt": "prompt", "new": "new"}
+FIGURES = {
+    "attention_us": "attn us",
+    "mlp_us": "MLP us",
+    "sum_us": "sum us",
+    "wire_ms": "wire ms",
+    "exposed_ms": "exposed",
+    "tpot_ms": "ms/token",
+    "prefill_s": "prefill s",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_user": "/user",
+    "tokens_per_s_gpu": "/GPU",
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is to be predicted. Options that may be given several times give a row for every combination."""
+
+    size: tuple[str, ...] = option(("llama-3-70b",), "A named size (may be given several times).")
+    chip: tuple[str, ...] = option(("h100",), "a100, h100, h200, b200, l40s, rtx-4090, or '141GB,4.8TB/s,989TFLOP/s'.")
+    tp: tuple[str, ...] = option(("8",), "Ranks that share a model, as in 8 or 2,4,8.")
+    link: tuple[str, ...] = option(("nvlink_nccl",), "A link's name, or alpha,beta as in 50us,10GB/s.")
+    batch: tuple[str, ...] = option(("1",), "Requests at a time, as in 4 or 1,4,16.")
+    prompt: tuple[str, ...] = option(("1024",), "Tokens of a prompt.")
+    new: tuple[str, ...] = option(("512",), "New tokens.")
+    wiring: tuple[str, ...] = option((), f"A wiring; default: {', '.join(WIRINGS)}.")
+    engine: str = option("auto", "Whose code: paper, ladder, or auto (the paper's on an h100, else ours).")
+    nodes: int = option(1, "Machines that the ranks of one model are spread over; sums are then hierarchical.")
+    node_link: str | None = option(None, "The link between machines, for each GPU's share; default: 20us,45GB/s.")
+    pp: int = option(1, "Pipeline stages, each of --tp ranks.")
+    gpus: int | None = option(None, "All GPUs there are, as replicas.")
+    target_ms: float | None = option(None, "The best wiring, TP degree and batch with at most so much per token.")
+    sweep: str | None = option(None, "Vary the link's latency (link) or the batch (batch).")
+    json: bool = option(False, "JSON: one object, or a list where there are several.")
+
+
+def _numbers(name: str, texts: tuple[str, ...]) -> list[int]:
+    """`--tp 2,4 --tp 8` as [2, 4, 8]."""
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    if not parts or not all(part.isdigit() and len(part) < 8 for part in parts):
+        raise LadderError(f"--{name} {','.join(texts)!r} is not numbers with commas between, as in 1,4,16")
+    return [int(part) for part in parts]
+
+
+@verb(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Predict a deployment without having it: time per sub-block, what the wire costs, tokens/s, the best choice."""
+    from ladder.perf.plan import Deployment, best, plan, swept
+
+    wirings = options.wiring or WIRINGS
+    rest = (options.engine, options.nodes, options.node_link, options.pp, options.gpus)
+    numbers = [_numbers(name, getattr(options, name)) for name in ("tp", "batch", "prompt", "new")]
+    rows: list[dict[str, Any]] = []
+    if options.target_ms is not None:
+        if not options.target_ms > 0:
+            raise LadderError(f"--target-ms must be more than 0, not {options.target_ms:g}")
+        able = options.wiring or tuple(name for name in WIRINGS if name != "none")  # which is no model
+        for size, chip, link, prompt, new in product(options.size, options.chip, options.link, numbers[2], numbers[3]):
+            deployment = Deployment(size, chip, options.nodes, link, 1, prompt, new, able[0], *rest)
+            rows += best(deployment, able, options.target_ms)[: 1 if options.json else 10]
+    else:
+        wanted = [
+            Deployment(size, chip, tp, link, batch, prompt, new, wiring, *rest)
+            for size, chip, link, prompt, new, tp, batch, wiring in product(
+                options.size, options.chip, options.link, numbers[2], numbers[3], numbers[0], numbers[1], wirings
+            )
+        ]
+        if options.sweep is not None:
+            wanted = [one for deployment in wanted for one in swept(deployment, options.sweep)]
+        rows = plan(wanted)
+    if options.json:
+        typer.echo(json.dumps(rows[0] if len(rows) == 1 else rows))
+        return
+    for some in _grouped(rows):
+        _print(some)
+
+
+def _grouped(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of one model on one chip."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["size"], row["chip"], row["engine"]), []).append(row)
+    return list(found.values())
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    """A table; what is the same in all rows is said above it."""
+    first = rows[0]
+    same = [key for key in GIVEN if key != "wiring" and len({row[key] for row in rows}) == 1]
+    said = ", ".join(f"{GIVEN[key]} {first[key]}" for key in same)
+    typer.echo(f"{first['size']} on {first['chip']} ({first['gpus']} GPUs), engine {first['engine']}, {said}")
+    columns = {key: head for key, head in (GIVEN | FIGURES).items() if key not in same}
+    table = Table(*(Column(head, justify="right", no_wrap=True) for head in columns.values()), box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(_shown(row[key]) for key in columns))
+    console = Console()
+    console.width = max(console.width, 12 * len(columns))  # figures that are cut off are none
+    console.print(table)
+    typer.echo(
+        f"attention is bound by {first['attention_bound']}, the MLP by {first['mlp_bound']}; on each GPU "
+        f"{first['weights_gb']:.3g} GB of weights, {first['cache_gb']:.3g} GB of keys and values; none is no model"
+    )
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

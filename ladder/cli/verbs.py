@@ -1,0 +1,93 @@
+"""How a verb is made: a function and the dataclasses that its options fill."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
+from functools import wraps
+from typing import Any, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from ladder import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Tensor-parallel language models that never wait for the network.",
+)
+
+
+def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
+    default: Any = ... if entry.default is MISSING else entry.default
+    if get_origin(hint) is tuple:  # typer speaks of repeated options as lists
+        hint, default = list.__class_getitem__(get_args(hint)[0]), default if default is ... else list(default)
+    flag = f"--{entry.name.replace('_', '-')}"  # one spelling, so that there is no --no-check beside --check
+    if default is True:
+        flag += f"/--no{flag[1:]}"
+    told = default not in ([], None) and default is not False
+    if entry.metadata.get("argument"):
+        value = typer.Argument(... if entry.default is MISSING else default, help=entry.metadata["help"])
+    else:
+        value = typer.Option(default, flag, help=entry.metadata["help"], show_default=told)
+    return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
+
+
+def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose options are the fields of `groups`; it is called with one filled instance of each."""
+
+    def decorate(work: Callable[..., None]) -> Callable[..., None]:
+        owned = {group: [(entry, get_type_hints(group)[entry.name]) for entry in fields(group)] for group in groups}
+
+        @wraps(work)
+        def command(**given: Any) -> None:
+            given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+            work(*(group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items()))
+
+        parameters = [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        app.command(name)(command)
+        return command
+
+    return decorate
+
+
+@app.callback(invoke_without_command=True)
+def about(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        typer.echo(f"ladder {__version__}")
+        raise typer.Exit
+
+
+@contextmanager
+def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes that are done, where there is a terminal to draw it on."""
+    with _bar(TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def steps_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar of steps that are done, and what is being done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with _bar(*columns) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

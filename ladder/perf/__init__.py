@@ -1,0 +1,1 @@
+"""The performance model: chips, links and wirings to milliseconds. No torch here."""

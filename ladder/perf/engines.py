@@ -1,0 +1,106 @@
+"""Engines: what software makes of a chip. Each row is fitted to measurements; no row knows a model's size.
+
+A sub-block's time is its overhead + what it reads / (reach x the chip's rate), or its operations / (efficiency x the
+chip's rate), whichever is longer. A sum that travels behind a computation still slows it: by `contention` x its time.
+"""
+
+from dataclasses import dataclass, field
+
+from ladder.comm.link import Link
+
+US = 1e-6
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Overheads in seconds and reaches for one way of computing: a single row, some rows, a prompt."""
+
+    attention: float  # seconds that an attention takes beside its reading and computing
+    mlp: float
+    reach: float  # share of the chip's reading rate
+    efficiency: float  # share of the chip's operations
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A row. Times in seconds."""
+
+    name: str
+    what: str
+    single: Stage  # decoding, one request
+    few: Stage  # decoding, more of them
+    prompt: Stage
+    cache: float  # how often keys and values are moved beyond being read once, by heads that share them
+    step: float  # a step's own overhead
+    sum: float  # seconds that a sum travels beside what its link says
+    launch: float  # what sending one costs the computation
+    contention: float  # of a hidden sum's time, for one token; more by `contention_growth` for each doubling of tokens
+    contention_growth: float
+    most_contention: float
+    fused: float = 0.0  # what a layer whose attention and MLP read the same stream saves, by halving of its shard
+    smaller: float = 0.0  # share of the reach that is lost with each halving of a shard, counted from `WHOLE`
+    sharded_head: bool = True
+    head_of_all: bool = False  # a prompt's logits are computed for all of its tokens
+    whole_cache: bool = False  # a step reads the cache's whole room, not just the tokens in it
+    scale: float = 1.0  # of a link's alpha between 2 ranks of the 8 that it was measured with; 1: as it is
+    large: dict[str, Link] = field(default_factory=dict)  # how the library sends what is too large for its fast way
+
+    def travel(self, link: Link, name: str | None, size: int, ranks: int) -> float:
+        """Seconds of a sum of `size` bytes between `ranks`."""
+        share = 1.0
+        if name is not None and name.startswith("nvlink") and ranks < LINKED and self.scale != 1.0:
+            share = self.scale + (1 - self.scale) * (ranks - 2) / (LINKED - 2)
+        time = share * link.alpha + size / link.beta
+        if name in self.large:
+            time = min(time, self.large[name].seconds(size))
+        return time + self.sum
+
+
+LINKED = 8  # ranks that the links of a machine were measured with
+WHOLE = 512e6  # bytes of a sub-block's weights from which on nothing is lost to its smallness
+
+# paper: fitted to one half of the published 70B runs on H100s (`ladder.perf.calibrate`); `large` was read off all those
+# without peer-to-peer. ladder: fitted to one half of our one-rank measurements on an H200; `prompt` was read off its
+# prefill lines.
+ENGINES: dict[str, Engine] = {
+    "paper": Engine(
+        "paper",
+        "the paper's code: torch.compile, CUDA graphs, NCCL; fp16, head and embedding on every rank",
+        single=Stage(8.53 * US, 9.27 * US, 0.895, 0.5),
+        few=Stage(24.8 * US, 14.6 * US, 0.883, 0.5),
+        prompt=Stage(115 * US, 30 * US, 0.8, 0.387),
+        cache=0.731,
+        step=153 * US,
+        sum=0.0,
+        launch=0.0,
+        contention=0.14,
+        contention_growth=0.0555,
+        most_contention=0.487,
+        fused=0.703 * US,
+        smaller=0.0591,
+        sharded_head=False,
+        head_of_all=True,
+        whole_cache=True,
+        scale=0.373,
+        large={
+            "pcie_shm_tp8": Link(84 * US, 175e9),
+            "pcie_shm_tp4": Link(42 * US, 210e9),
+            "pcie_shm_tp2": Link(30 * US, 15.7e9),
+            "ib_2node_nccl": Link(120 * US, 150e9),  # not fitted: eight NICs of 400 Gb/s share what is large
+        },
+    ),
+    "ladder": Engine(
+        "ladder",
+        "this repository's: Triton kernels that start early, CUDA graphs, sums that set flags; bfloat16",
+        single=Stage(7.35 * US, 3.46 * US, 0.94, 0.3),
+        few=Stage(12.0 * US, 6.12 * US, 0.93, 0.239),
+        prompt=Stage(35 * US, 5 * US, 0.8, 0.6),
+        cache=0.168,
+        step=35.9 * US,
+        sum=2.2 * US,
+        launch=0.822 * US,
+        contention=0.0323,
+        contention_growth=0.0286,
+        most_contention=0.124,
+    ),
+}

@@ -1,0 +1,250 @@
+"""What a deployment would do: settings to rows of figures, past one machine, and the best of them. No torch here.
+
+Over nodes a sum is hierarchical: reduce and gather within a node on its link, a share of the message between nodes on
+theirs. Pipeline stages split the layers; the batch goes through them in as many parts, so that all stages are busy.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import product
+from math import ceil
+from typing import Any
+
+from ladder.comm.link import LINKS, Link
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.perf.chips import CHIPS, Chip
+from ladder.perf.engines import ENGINES, Engine
+from ladder.perf.predict import BYTES, Pass, Setting, decoding, engine_of, prefill
+
+ROOM = 0.95  # of a chip's memory that weights, keys and values may take
+MOST_RANKS = 64
+NODE_LINK = Link(20e-6, 45e9, "a NIC of 400 Gb/s for every GPU")
+SWEEPS = {
+    "link": [1, 2, 3, 5, 8, 13, 20, 30, 50, 80, 130, 200, 300, 500, 1000],  # alpha, microseconds
+    "batch": [1, 2, 4, 8, 16, 32, 64, 128, 256],
+}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One setting of a plan; names as a user gives them."""
+
+    size: str
+    chip: str
+    tp: int
+    link: str
+    batch: int  # requests of one replica
+    prompt: int
+    new: int
+    wiring: str
+    engine: str = "auto"
+    nodes: int = 1  # that the ranks of one sum are spread over
+    node_link: str | None = None
+    pp: int = 1
+    gpus: int | None = None  # all of them; default: one replica
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "batch", "prompt", "new", "nodes", "pp"):
+            if not 1 <= getattr(self, name) <= 1_000_000:
+                raise LadderError(f"{name} must be from 1 to a million, not {getattr(self, name)}")
+
+
+def known_size(name: str) -> ModelConfig:
+    from ladder.config.sizes import SIZES
+
+    if name not in SIZES:
+        near = get_close_matches(name, SIZES, 1, 0.4)
+        raise LadderError(f"unknown size {name!r}{_mean(near)} Known are {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def known_link(text: str) -> tuple[Link, str | None]:
+    """A link, and its name if it is one of the table."""
+    if text in LINKS:
+        return LINKS[text], text
+    try:
+        return Link.parse(text), None
+    except LadderError as error:
+        near = get_close_matches(text, LINKS, 1, 0.4)
+        raise LadderError(f"unknown link {text!r}{_mean(near)} {str(error).partition(': ')[2]}") from None
+
+
+def _mean(near: list[str]) -> str:
+    return f"; did you mean {near[0]}?" if near else "."
+
+
+def known_engine(name: str, chip: Chip) -> Engine:
+    if name == "auto":
+        return engine_of(chip)
+    if name not in ENGINES:
+        raise LadderError(f"unknown engine {name!r}{_mean(get_close_matches(name, ENGINES, 1, 0.4))} "
+                          f"Known are auto, {', '.join(ENGINES)}")  # fmt: skip
+    return ENGINES[name]
+
+
+def over_nodes(link: Link, between: Link, tp: int, nodes: int) -> Link:
+    """alpha and beta of a hierarchical sum."""
+    each = tp // nodes
+    return Link(link.alpha + between.alpha, 1 / (1 / link.beta + 1 / (each * between.beta)))
+
+
+def setting(d: Deployment) -> Setting:
+    """Checked: everything that cannot be is refused here, with the nearest that can."""
+    config = known_size(d.size).rewired(d.wiring)
+    chip = Chip.parse(d.chip)
+    link, name = known_link(d.link)
+    if not config._fits(d.tp):
+        near = min(config.degrees(), key=lambda n: (abs(n - d.tp), n))
+        works = ", ".join(str(n) for n in config.degrees() if n <= MOST_RANKS)
+        raise LadderError(f"{d.size} cannot be shared by {d.tp} ranks; the nearest degree is {near} (of {works})")
+    if d.tp % d.nodes:
+        raise LadderError(f"{d.tp} ranks cannot be spread evenly over {d.nodes} nodes: --nodes must divide --tp")
+    if config.layers < d.pp:
+        raise LadderError(f"{d.size} has {config.layers} layers: --pp can be at most that, not {d.pp}")
+    if d.prompt + d.new > config.context:
+        raise LadderError(
+            f"prompt {d.prompt} and {d.new} new tokens are more than the {config.context} that {d.size} can see: "
+            f"shorten them by {d.prompt + d.new - config.context}"
+        )
+    if d.gpus is not None and d.gpus % (d.tp * d.pp):
+        each = d.tp * d.pp
+        nearest = max(each, round(d.gpus / each) * each)
+        raise LadderError(f"{d.gpus} GPUs are no whole number of replicas of {each}: the nearest is {nearest}")
+    if d.nodes > 1 and not (name or "").startswith("ib_"):  # those are measured over nodes, end to end
+        between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
+        link, name = over_nodes(link, between, d.tp, d.nodes), None
+    s = Setting(config, d.tp, d.batch, d.prompt, d.new, chip, known_engine(d.engine, chip), link, name)
+    _check_memory(d, s)
+    return s
+
+
+def _check_memory(d: Deployment, s: Setting) -> None:
+    need = (s.weight_bytes + s.cache_bytes) / d.pp / 1e9
+    if need <= ROOM * s.chip.memory_gb:
+        return
+    room = ROOM * s.chip.memory_gb
+    fits = [n for n in s.config.degrees() if d.tp < n <= MOST_RANKS and _need(replace(s, tp=n)) / d.pp <= room]
+    larger = sorted(chip.memory_gb for chip in CHIPS.values() if need <= ROOM * chip.memory_gb)
+    ways = [f"--tp {fits[0]}"] if fits else []
+    ways += [f"--chip {next(c.name for c in CHIPS.values() if c.memory_gb == larger[0])}"] if larger else []
+    if s.cache_bytes > s.weight_bytes / 4:
+        ways.append("a smaller --batch")
+    ways = ways or ["more pipeline stages (--pp)"]
+    raise LadderError(
+        f"{d.size} at TP {d.tp} needs {need:.0f} GB on each GPU ({s.weight_bytes / d.pp / 1e9:.0f} weights, "
+        f"{s.cache_bytes / d.pp / 1e9:.0f} keys and values), {s.chip.name} has {s.chip.memory_gb:g}: "
+        f"try {' or '.join(ways)}"
+    )
+
+
+def _need(s: Setting) -> float:
+    return (s.weight_bytes + s.cache_bytes) / 1e9
+
+
+def predict(d: Deployment) -> dict[str, Any]:
+    """One row: what was asked for, then the figures."""
+    s = setting(d)
+    part = replace(s, batch=max(1, ceil(d.batch / d.pp)))
+    step, first = decoding(part), prefill(s)
+    hop = 0.0
+    if d.pp > 1:
+        between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
+        hop = (d.pp - 1) * between.seconds(part.batch * s.config.hidden * BYTES)
+    # as many parts of the batch as stages are under way, so none is idle; a token goes through all layers once
+    tpot = step.seconds + hop
+    ttft = first.seconds / d.pp * (1 + (d.pp - 1) / d.batch) + hop  # the last prompt enters when the first has left
+    decode = d.new * tpot
+    replicas = 1 if d.gpus is None else d.gpus // (d.tp * d.pp)
+    gpus = d.tp * d.pp
+    rate = d.batch * d.new / (ttft + decode)
+    wire, exposed = step.account.wire, step.account.exposed
+    return {
+        "size": d.size,
+        "wiring": str(s.config.wiring),
+        "chip": s.chip.name,
+        "engine": s.engine.name,
+        "tp": d.tp,
+        "pp": d.pp,
+        "nodes": d.nodes,
+        "replicas": replicas,
+        "gpus": replicas * gpus,
+        "link": d.link,
+        "batch": d.batch,
+        "prompt": d.prompt,
+        "new": d.new,
+        "prefill_s": _figure(ttft),
+        "decode_s": _figure(decode),
+        "tokens_per_s": _figure(rate * replicas),
+        "tokens_per_s_user": _figure(1 / tpot),
+        "tokens_per_s_gpu": _figure(rate / gpus),
+        "tpot_ms": _figure(tpot * 1e3),
+        "wire_ms": _figure(wire * 1e3),
+        "exposed_ms": _figure(exposed * 1e3),
+        "hidden": None if not wire else _figure(max(0.0, 1 - exposed / wire)),
+        "sums": step.account.sums,
+        "sum_us": _figure(step.travel * 1e6),
+        **_parts(part, step),
+        "weights_gb": _figure(s.weight_bytes / d.pp / 1e9),
+        "cache_gb": _figure(s.cache_bytes / d.pp / 1e9),
+    }
+
+
+def _parts(s: Setting, step: Pass) -> dict[str, Any]:
+    """Time per sub-block: what it reads or computes, and its overhead."""
+    stage = s.engine.single if s.batch == 1 else s.engine.few
+    found: dict[str, Any] = {}
+    for name, bound, overhead in zip(("attention", "mlp"), step.parts.bound, (stage.attention, stage.mlp), strict=True):
+        seconds = getattr(step.parts, name)
+        found |= {f"{name}_us": _figure(seconds * 1e6), f"{name}_overhead_us": _figure(overhead * 1e6)}
+        found[f"{name}_bound"] = bound
+    return found | {"rest_us": _figure(step.parts.rest * 1e6)}
+
+
+def _figure(value: float) -> float:
+    """Five digits that count."""
+    return float(f"{value:.5g}")
+
+
+def plan(deployments: Iterable[Deployment]) -> list[dict[str, Any]]:
+    return [predict(d) for d in deployments]
+
+
+def swept(d: Deployment, what: str) -> Iterator[Deployment]:
+    """`d` with one thing varied: a link's latency, or the batch as far as memory goes."""
+    if what not in SWEEPS:
+        raise LadderError(f"unknown sweep {what!r}: known are {', '.join(SWEEPS)}")
+    if what == "batch":
+        for batch in SWEEPS["batch"]:
+            one = replace(d, batch=batch)
+            try:
+                setting(one)
+            except LadderError:
+                if batch == 1:
+                    raise
+                return
+            yield one
+    else:
+        beta = known_link(d.link)[0].beta / 1e9
+        for alpha in SWEEPS["link"]:
+            yield replace(d, link=f"{alpha}us,{beta:g}GB/s")
+
+
+def best(d: Deployment, wirings: Iterable[str], target_ms: float | None) -> list[dict[str, Any]]:
+    """Every wiring, TP degree and batch that fits and is fast enough, those that serve most tokens per GPU first."""
+    config, found = known_size(d.size), []
+    degrees = [n for n in config.degrees() if n & (n - 1) == 0 and n <= 8 * d.nodes and n % d.nodes == 0]
+    for wiring, tp, batch in product(wirings, degrees, SWEEPS["batch"]):
+        one = replace(d, wiring=wiring, tp=tp, batch=batch, gpus=None)
+        try:
+            row = predict(one)
+        except LadderError:
+            continue  # does not fit
+        if target_ms is None or row["tpot_ms"] <= target_ms:
+            found.append(row)
+    if not found:
+        aim = "" if target_ms is None else f" within {target_ms:g} ms per token"
+        raise LadderError(f"{d.size} on {d.chip} cannot be served{aim} at any TP degree up to {8 * d.nodes}: "
+                          "allow more time, take a faster link or chip, or more --nodes")  # fmt: skip
+    return sorted(found, key=lambda row: -row["tokens_per_s_gpu"])

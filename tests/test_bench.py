@@ -1,0 +1,371 @@
+"""ladder bench: its plan, what it refuses, its file, its turns, and real ranks."""
+
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ladder.bench import measure, sweep
+from ladder.bench.cells import Cell, Here, cells, lots
+from ladder.bench.machine import machine
+from ladder.bench.measure import Captured, Facts, Measured, Plain, Turn, figures, in_turns, pieces
+from ladder.bench.options import ARMS, PRESETS, BenchOptions, wiring_of
+from ladder.bench.shard import shard
+from ladder.bench.sweep import KEYS, Lines, bench, done, key, line_of, read, table
+from ladder.comm.base import Solo
+from ladder.comm.one_rank import OneRank
+from ladder.engine import graphs
+from ladder.errors import LadderError, RankError
+from ladder.kernels.ops import Twins
+
+GIB = 1 << 30
+LAPTOP, ONE_GPU, EIGHT = Here(0, 0, 8 * GIB), Here(1, 139 * GIB, 128 * GIB), Here(8, 139 * GIB, 512 * GIB)
+LINE = {
+    *("size", "wiring", "arm", "tp", "batch", "prompt", "new", "context", "link", "link_alpha_us", "link_beta_gb_s"),
+    *("link_kind", "mode", "chip", "cores", "dtype", "layers", "of_layers", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99"),
+    *("tpot_ms_q1", "tpot_ms_q3", "tokens_per_s", "tokens_per_s_user", "tokens_per_s_gpu", "peak_memory_gb", "hidden"),
+    *("bandwidth_tb_s", "bandwidth_share", "prefill_tflop_s", "prefill_share", "sums", "wire_ms", "exposed_ms"),
+    *("repetitions", "torch", "triton", "python", "commit", "time", "cell_link", "ttft_repetitions"),
+}
+TINY = BenchOptions(
+    size=("tiny",), tp=(2,), batch=(1, 3), link=("2ms,10GB/s",), prompt=8, new=8, repetitions=3, device="cpu"
+)
+
+
+def quiet(*_: object) -> None: ...
+
+
+def test_quick_is_seven_arms_in_turns() -> None:
+    found = cells(BenchOptions(preset="quick"), ONE_GPU)  # a GPU does not change what it measures
+    assert [[cell.arm for cell in lot] for lot in lots(found)] == [list(ARMS)] * 2  # the second can be gone on with
+    assert {(cell.device, cell.mode, cell.tp, cell.link_kind) for cell in found} == {("cpu", "ranks", 2, "timed")}
+    assert {cell.link for cell in found if cell.arm != "standard-fused"} == {found[0].cell_link}
+    assert {cell.wiring for cell in found if cell.arm == "hybrid"} == {"standard:4 ladder:4"}
+
+
+def test_the_papers_protocol() -> None:
+    found = cells(BenchOptions(preset="paper"), ONE_GPU)
+    assert len(found) == 3 * 4 * 2 * 7 and {(cell.prompt, cell.new, cell.context) for cell in found} == {
+        (1024, 512, 1280)
+    }
+    links = {(cell.tp, cell.cell_link) for cell in found}
+    assert links == {(tp, link) for tp in (2, 4, 8) for link in ("nvlink_nccl", f"pcie_shm_tp{tp}")}
+    fused = [cell for cell in found if cell.arm == "standard-fused"]
+    assert {cell.link for cell in fused} == {"nvlink_fused"} and {cell.wiring for cell in fused} == {"standard"}
+    assert {cell.mode for cell in found} == {"one-rank"}
+    real = cells(BenchOptions(preset="paper"), EIGHT)  # GPUs that have a wire use it
+    assert {(cell.mode, cell.link, cell.link_kind) for cell in real} == {("ranks", "nccl", "real")}
+    assert len(real) == 3 * 4 * 6 and "standard-fused" not in {cell.arm for cell in real}
+    asked = cells(BenchOptions(preset="paper", link=("ib_2node_nccl",), tp=(8,), batch=(1,)), EIGHT)
+    assert {(cell.link_kind, cell.cell_link) for cell in asked} == {("timed", "ib_2node_nccl")} and len(asked) == 7
+
+
+@pytest.mark.parametrize("name, prompt", [("1k1k", 1024), ("8k1k", 8192)])
+def test_todays_protocols(name: str, prompt: int) -> None:
+    found = cells(BenchOptions(preset=name), ONE_GPU)
+    assert len(found) == 3 * 3 * 7 and {(cell.prompt, cell.new, cell.tp) for cell in found} == {(prompt, 1024, 8)}
+    assert {cell.cell_link for cell in found} == {"nvlink_nccl", "nvlink_oneshot", "pcie_shm_tp8"}
+
+
+def test_flags_override_the_preset() -> None:
+    given = BenchOptions(preset="quick", arm=("ladder",), wiring=("ladder-1", "ladder@3"), batch=(2, 4), prompt=5)
+    found = cells(given, LAPTOP)
+    assert [(cell.batch, cell.arm, cell.wiring) for cell in found[:3]] == [
+        (2, "ladder", "ladder"),
+        (2, "ladder-1", "ladder"),
+        (2, "ladder@3", "standard:3 ladder:1 standard:4"),
+    ]
+    assert {cell.prompt for cell in found} == {5} and {cell.new for cell in found} == {PRESETS["quick"].new}
+    alone = cells(BenchOptions(preset="quick", tp=(1,)), LAPTOP)  # one rank needs no link
+    assert {(cell.link, cell.link_kind) for cell in alone} == {(None, "real")} and len(alone) == 2 * 6
+    few = cells(BenchOptions(preset="quick", layers=3, link=("real",)), LAPTOP)
+    assert {(cell.link, cell.link_kind, cell.layers, cell.of_layers) for cell in few} == {("gloo", "real", 3, 8)}
+    assert wiring_of("hybrid", 1).layers == ("standard",)
+
+
+@pytest.mark.parametrize(
+    "given, here, message",
+    [
+        ({"preset": "quik"}, LAPTOP, "unknown preset 'quik'.*nearest is 'quick'"),
+        ({"preset": "quick", "size": ("llama-3-70",)}, LAPTOP, "unknown size.*nearest is 'llama-3-70b'"),
+        ({"preset": "quick", "arm": ("lader",)}, LAPTOP, "unknown wiring 'lader'.*nearest is 'ladder'"),
+        ({"preset": "quick", "link": ("nvlink_ncl",)}, LAPTOP, "unknown link.*nearest is 'nvlink_nccl'"),
+        ({"preset": "quick", "tp": (3,)}, LAPTOP, "3 ranks cannot share.*degrees that work are.*nearest is 2"),
+        ({"preset": "quick", "tp": (2, 5)}, LAPTOP, "5 ranks cannot share.*nearest is 4"),
+        ({"preset": "quick", "prompt": 4000}, LAPTOP, "more than quick's context of 2048: the longest prompt is 1984"),
+        ({"preset": "quick", "arm": ("ladder:3",)}, LAPTOP, "covers 3 layers"),
+        ({"preset": "quick", "layers": 9}, LAPTOP, "at most quick's 8"),
+        ({"preset": "quick", "repetitions": 1}, LAPTOP, "repetitions must be at least 2"),
+        ({"preset": "quick", "batch": (0,)}, LAPTOP, "batch must be at least 1"),
+        ({"preset": "quick", "mode": "one"}, LAPTOP, "unknown mode 'one'.*'one-rank'"),
+        ({"preset": "quick", "mode": "one-rank"}, LAPTOP, "needs a GPU"),
+        ({"preset": "quick", "device": "cuda"}, LAPTOP, "torch sees no GPU"),
+        ({"preset": "quick", "arm": ("standard-fused",), "link": ("real",)}, LAPTOP, "give --link"),
+        ({"preset": "paper"}, LAPTOP, "282.2 GB for weights.*this machine.*choose a smaller|--layers"),
+        ({"preset": "paper"}, Here(1, 24 * GIB, 64 * GIB), "70.6 GB for weights.*each GPU.*that fits is --tp 8"),
+        ({"preset": "paper"}, Here(8, 80 * GIB, 64 * GIB), "at TP 2 needs.*nearest that fits is --batch 39"),
+        ({"preset": "paper", "tp": (8,)}, Here(8, 16 * GIB, 64 * GIB), "nearest that fits is --layers"),
+        ({"preset": "paper", "batch": (65,)}, ONE_GPU, "batch must be from 1 to 64 on a GPU"),
+        ({"preset": "paper", "mode": "ranks"}, ONE_GPU, "2 ranks need 2 GPUs, this machine has 1"),
+        ({"preset": "paper", "link": ("real",)}, ONE_GPU, "one rank alone has no wire"),
+        ({}, LAPTOP, "nothing to measure: give --preset quick"),
+    ],
+)
+def test_refused(given: dict[str, Any], here: Here, message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        cells(BenchOptions(**given), here)
+
+
+@pytest.mark.parametrize("gib, flag", [(16, "layers"), (80, "batch")])
+def test_what_is_offered_fits(gib: int, flag: str) -> None:
+    """And one more does not."""
+    here = Here(8, gib * GIB, 64 * GIB)
+    given = BenchOptions(preset="paper", tp=(2,) if flag == "batch" else (8,))
+    with pytest.raises(LadderError) as refusal:
+        cells(given, here)
+    *_, offered, number = str(refusal.value).split()
+    assert offered == f"--{flag}"
+    fits, not_fits = (int(number), int(number) + 1) if flag == "layers" else ((int(number),), (int(number) + 1,))
+    assert cells(replace(given, **{flag: fits}), here)
+    with pytest.raises(LadderError, match="the nearest that fits"):
+        cells(replace(given, **{flag: not_fits}), here)
+
+
+def row_of(cell: Cell) -> dict[str, Any]:
+    return {**line_of(cell), **machine(torch.device("cpu")), "tpot_ms_p50": 1.0}
+
+
+def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "bench.jsonl"
+    first, second, third, *_ = (row_of(cell) for cell in cells(TINY, LAPTOP))
+    assert read(out) == [] and done(out) == set()
+    lines = Lines(out)
+    lines.append(first)
+    with out.open("a") as file:
+        file.write(json.dumps(second)[:40])  # the machine stopped here
+    assert done(out) == {key(first)}
+    lines.append(third)
+    assert read(out) == [first, third] and out.read_text().count("\n") == 2
+    with out.open("a") as file:
+        file.write(json.dumps(second))  # whole, but for its end
+    lines.append(second)
+    assert read(out) == [first, third, second, second]
+    out.write_text('{"measure": "decode"}\n\n' + out.read_text())  # another program's line
+    assert done(out) == {key(row) for row in (first, second, third)}
+    out.write_text("once upon\na time\n")
+    with pytest.raises(LadderError, match="line 1 is no JSON"):
+        read(out)
+    with pytest.raises(LadderError, match="is a directory"):
+        read(tmp_path)
+
+
+def test_only_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = replace(TINY, out=tmp_path / "bench.jsonl")
+    planned = cells(given)
+    kept = [row_of(cell) for cell in planned if cell.batch == 1 and cell.arm != "none"]
+    for row in kept:
+        Lines(given.out).append(row)
+    asked: list[Cell] = []
+
+    def ranks(size: int, device: torch.device, work: object, todo: list[Cell]) -> Any:
+        asked.extend(todo)
+        yield Turn(len(todo) * 3, "all at once")
+        yield from (Measured(cell, {"tpot_ms_p50": 2.0}) for cell in todo)
+
+    monkeypatch.setattr(sweep, "told_by_ranks", ranks)
+    heard: list[tuple[int, int, str]] = []
+    rows = list(bench(given, lambda *what: heard.append(what)))
+    assert asked == [cell for cell in planned if cell.batch == 3 or cell.arm == "none"]
+    assert rows[: len(kept)] == kept and len(rows) == len(planned) and read(given.out) == rows
+    assert heard[-1][:2] == (3 * len(planned), 3 * len(planned))
+    asked.clear()
+    assert list(bench(given, quiet)) == rows and not asked
+
+
+def test_real_ranks(tmp_path: Path) -> None:
+    """All arms on two processes, a link far slower than the sub-blocks: the standard wiring waits for all of it."""
+    given = replace(TINY, out=tmp_path / "bench.jsonl")
+    rows = list(bench(given, quiet))
+    assert [(row["batch"], row["arm"]) for row in rows] == [(batch, arm) for batch in (1, 3) for arm in ARMS]
+    assert [json.loads(line) for line in given.out.read_text().splitlines()] == rows
+    assert all(row.keys() >= LINE and set(KEYS) <= row.keys() for row in rows)
+    for row in rows:
+        assert row["tpot_ms_q1"] <= row["tpot_ms_p50"] <= row["tpot_ms_q3"] and row["repetitions"] == 3
+        assert row["context"] == 12 and row["mode"] == "ranks" and row["link_kind"] == "timed"
+        spent = row["ttft_ms"] + 7 * row["tpot_ms_p50"]
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 8 / spent * 1e3, rel=1e-3)
+        assert row["tokens_per_s_gpu"] * 2 == pytest.approx(row["tokens_per_s"], rel=1e-2)
+    one = {row["arm"]: row for row in rows[:7]}
+    assert [one[arm]["sums"] for arm in ARMS] == [8, 8, 4, 8, 8, 4, 0]
+    assert one["standard"]["wire_ms"] >= 16 and one["standard"]["tpot_ms_p50"] >= 16  # no sum arrives before its time
+    assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["wire_ms"] == 0
+    assert one["standard-fused"]["link"] == "nvlink_fused" and one["standard-fused"]["cell_link"] == "2ms,10GB/s"
+    grid = table(rows)
+    assert grid.row_count == len(rows) + 2 and "ranks" in str(grid.caption)
+    assert grid.title == "tiny, TP 2, 8+8 tokens, link 2ms,10GB/s (timed)"
+    assert table(rows[:7]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (timed)"
+
+
+def tiny_cell(**changes: Any) -> Cell:
+    return replace(cells(replace(TINY, batch=(1,)), LAPTOP)[0], **changes)
+
+
+def test_arms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repetition by repetition, `none` always among them; and what a line says follows from the times."""
+    lot = [tiny_cell(arm=arm, wiring=arm, tp=1, link=None, cell_link=None) for arm in ("standard", "ladder")]
+    order: list[str] = []
+    times = {"standard": 5.0, "ladder": 3.0, "none": 2.0}
+
+    class Fake:
+        def __init__(self, arm: str) -> None:
+            self.arm = arm
+
+        def prompt(self) -> None: ...
+
+        def step(self) -> None:
+            order.append(self.arm)
+
+    def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
+        def measured(work: Callable[[], object]) -> float:
+            work()
+            return times[work.__self__.arm] * 1e-3  # type: ignore[attr-defined]
+
+        return measured
+
+    monkeypatch.setattr(measure, "runner", lambda model, cache, cell, *_: Fake(cell.arm))
+    monkeypatch.setattr(measure, "_clock", clock)
+    model = shard(lot[0].case(), Solo(), torch.device("cpu"), torch.float32)
+    told = list(in_turns(model, Solo(), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, None))
+    assert order == ["standard", "ladder", "none"] * (3 + measure.WARM_UP["cpu"])
+    assert sum(each.steps for each in told if isinstance(each, Turn)) == 3 * len(lot)
+    rows = {each.cell.arm: each.figures for each in told if isinstance(each, Measured)}
+    assert list(rows) == ["standard", "ladder"]  # `none` was not asked for
+    assert [rows[arm]["exposed_ms"] for arm in rows] == [3.0, 1.0] and rows["ladder"]["hidden"] is None
+
+
+def test_figures() -> None:
+    cell = tiny_cell(tp=2, wiring="ladder", new=11)
+    model = shard(cell.case(), OneRank(2), torch.device("cpu"), torch.float32)
+    steps = [float(n) for n in range(1, 101)]
+    found = figures(cell, model, Facts([10.0, 20.0, 30.0], steps, 40.5, 2.5, 3e9), {"read_tb_s": 1e-3, "tflop_s": 1.0})
+    assert (found["ttft_ms"], found["tpot_ms_p50"], found["tpot_ms_p99"]) == (20.0, 50.5, pytest.approx(99.01))
+    assert found["tpot_ms_p50"] == statistics.median(steps) and found["repetitions"] == 100
+    assert (found["sums"], found["wire_ms"], found["exposed_ms"], found["hidden"]) == (8, 20.0, 10.0, 0.5)
+    assert found["tokens_per_s"] == pytest.approx(11 / (0.02 + 10 * 0.0505), rel=1e-4)
+    assert found["bandwidth_share"] == pytest.approx(found["bandwidth_tb_s"] * 1e3, abs=0.005)
+    assert found["peak_memory_gb"] == 3.0
+
+
+@pytest.mark.parametrize("batch, prompt, passes", [(1, 8, 1), (64, 1024, 4), (3, 8192, 2), (2, 100_000, 2)])
+def test_prompts_go_in_pieces(batch: int, prompt: int, passes: int) -> None:
+    found = list(pieces(tiny_cell(batch=batch, prompt=prompt)))
+    assert len(found) == passes and [slot for some in found for slot in some] == list(range(batch))
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+def test_one_rank_by_graphs(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: twins for kernels, and a graph is the function it was captured from. Each arm keeps its own wiring
+    and wire when arms take turns, and chooses the tokens that the decoder's own layers do.
+    """
+
+    class Graph:
+        def __init__(self, step: Callable[[], Any]) -> None:
+            self.replays, self._step = 0, step
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    made: list[Graph] = []
+
+    def capture(step: Callable[[], Any], device: torch.device) -> tuple[Graph, Any]:
+        made.append(Graph(step))
+        return made[-1], step()
+
+    monkeypatch.setattr(graphs, "_capture", capture)
+    monkeypatch.setattr(measure, "wired", lambda model, *_: setattr(model, "comm", OneRank(2)))
+    arms = [tiny_cell(batch=batch, mode="one-rank", arm=arm, wiring=arm) for arm in ("standard", "ladder")]
+    model = shard(arms[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
+    cache = model.new_cache(batch + 1, 64)
+    by_graphs = [measure.runner(model, cache, arm, OneRank(2), Twins()) for arm in arms]
+    plain = [Plain(model, cache, arm, OneRank(2)) for arm in arms]
+    assert len(made) == 2
+    for _ in range(2):
+        for graph, layers in zip(by_graphs, plain, strict=True):
+            assert isinstance(graph, Captured)
+            graph.step()
+            graph.prompt()
+            layers.prompt()
+            assert graph._choice is not None and layers._choice is not None and len(graph._choice) == batch
+            assert torch.equal(graph._choice, layers._choice)
+    assert [graph.replays for graph in made] == ([2, 2, 2, 2] if batch == 1 else [2, 2])  # short prompts have graphs
+
+
+LONGER = replace(TINY, batch=(1, 2, 3), link=("5ms,10GB/s",), arm=("standard", "none"), repetitions=8)
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """The rows so far stay, and nobody waits for it."""
+    given = replace(LONGER, out=tmp_path / "bench.jsonl")
+    rows = bench(given, quiet)
+    found = [next(rows), next(rows)]
+    ranks = {process.name: process for process in active_children() if process.name.startswith("ladder-rank")}
+    ranks["ladder-rank-1"].kill()
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL; all ranks were stopped"):
+        found += rows
+    assert time.monotonic() - begin < 10 and not any(process.is_alive() for process in ranks.values())
+    assert read(given.out)[:2] == found[:2] and len(read(given.out)) < 6
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from ladder.bench.options import BenchOptions
+from ladder.bench.sweep import bench
+if __name__ == "__main__":
+    given = BenchOptions(size=("tiny",), batch=(1, 2, 3), link=("5ms,10GB/s",), arm=("standard", "none"), prompt=8,
+                         new=8, repetitions=8, device="cpu", out=Path(sys.argv[1]))
+    for row in bench(given, lambda *_: print("turn", flush=True)):
+        print("row", flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C while the second cell is measured: the rows of the first are there, no rank is left."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "bench.jsonl")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line[0]
+        if seen.endswith("rrtt"):
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    assert len(ranks) == 2, seen
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode != 0 and said.count("Traceback") == 1 and "KeyboardInterrupt" in said
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    assert [row["arm"] for row in read(tmp_path / "bench.jsonl")] == ["standard", "none"]
+
+
+def test_a_rank_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ladder.bench.ranks import Failed, _cause
+
+    assert isinstance(_cause(0, Failed("no such thing", True), []), LadderError)
+    monkeypatch.setattr("ladder.bench.ranks.GRACE", 0.0)
+    error = _cause(1, Failed("ValueError: x", False), [])
+    assert isinstance(error, RankError) and str(error) == "rank 1 failed: ValueError: x; all ranks were stopped"

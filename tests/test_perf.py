@@ -1,0 +1,200 @@
+"""The performance model: the schedule by hand, the shipped rows against what was measured, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ladder.cli import main
+from ladder.comm.link import LINKS, Link
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.perf import calibrate
+from ladder.perf.chips import CHIPS, Chip
+from ladder.perf.engines import ENGINES
+from ladder.perf.plan import Deployment, best, over_nodes, plan, predict, swept
+from ladder.perf.predict import Setting, decoding, prefill, tpot_ms
+from ladder.perf.schedule import walk
+from ladder.wiring import Wiring
+
+RESULTS = Path(__file__).parent.parent / "results"
+PAPER = Deployment("llama-3-70b", "h100", 8, "nvlink_nccl", 4, 1024, 512, "ladder")
+KEYS = {"prefill_s", "decode_s", "tokens_per_s", "tpot_ms", "wire_ms", "exposed_ms"}
+
+
+def blocks(pattern: str, attention: float, mlp: float, layers: int) -> list[tuple]:  # type: ignore[type-arg]
+    table = Wiring.parse(pattern, layers).sub_blocks()
+    return [pair for a, m in table for pair in ((a, attention), (m, mlp))]
+
+
+@pytest.mark.parametrize(
+    "pattern, travel, total, sums, waited",
+    [
+        # two layers; attention computes for 2, the MLP for 5
+        ("standard", 3.0, 2 * (2 + 3 + 5 + 3), 4, 12.0),
+        ("parallel", 3.0, 2 * (2 + 5 + 3), 2, 6.0),
+        ("none", 3.0, 14.0, 0, 0.0),
+        ("desync-2x", 3.0, 2 * (2 + 5 + 3), 2, 6.0),
+        # attention's sum travels behind the MLP, the MLP's leaves 1 over behind the attention; the last has nothing
+        ("ladder", 3.0, 2 + 5 + 2 + 1 + 5 + 3, 4, 4.0),
+        ("ladder", 1.0, 2 + 5 + 2 + 5 + 1, 4, 1.0),
+        # one sum at a time: each waits for the one before it
+        ("ladder", 10.0, 2 + 10 + 10 + 10 + 10, 4, 28.0),
+        # two behind: nobody waits but the end, for what has queued up on the wire: from 2 on it is never idle
+        ("ladder-2", 5.0, 2 + 4 * 5, 4, 8.0),
+        ("standard:1 ladder:1", 3.0, 2 + 3 + 5 + 2 + 1 + 5 + 3, 4, 7.0),
+    ],
+)
+def test_schedule(pattern: str, travel: float, total: float, sums: int, waited: float) -> None:
+    found = walk(blocks(pattern, 2.0, 5.0, 2), travel, first=False)
+    assert (found.total, found.sums, found.waited) == (total, sums, waited)
+    assert found.wire == sums * travel and found.exposed == waited
+    assert found.total == pytest.approx(14.0 + waited)
+
+
+def test_schedule_with_the_embedding_and_contention() -> None:
+    assert walk(blocks("ladder", 2.0, 5.0, 1), 1.0, first=True).total == 1 + 2 + 5 + 1
+    slowed = walk(blocks("ladder", 2.0, 5.0, 2), 1.0, first=False, contention=0.5)
+    # three sums share all of their second with a computation
+    assert slowed.slowed == pytest.approx(1.5) and slowed.total == pytest.approx(2 + 5 + 2 + 5 + 1.5 + 1)
+    assert walk(blocks("standard", 2.0, 5.0, 2), 1.0, first=False, contention=0.5).slowed == 0
+
+
+def test_the_shipped_rows_fit_what_was_measured() -> None:
+    runs = calibrate.published(RESULTS / "published" / "h100_70b_runs.csv", ENGINES["paper"])
+    fitted, held_back = calibrate.halves(runs)
+    assert len(runs) == len(fitted) + len(held_back) == 106 and not {r.group for r in fitted} & {
+        r.group for r in held_back
+    }
+    found = calibrate.account(ENGINES["paper"], held_back)
+    assert found["median_error"] <= 0.08 and found["p90_error"] <= 0.2
+    everything = calibrate.account(ENGINES["paper"], runs)
+    assert everything["right_orders"] >= 0.9 * everything["orders"] > 20
+    ours = calibrate.measured(RESULTS / "one_rank_h200.jsonl", ENGINES["ladder"])
+    assert {target.setting.batch for target in ours} == {1, 4, 16, 64} and len(ours) > 50
+    assert max(calibrate.errors(ENGINES["ladder"], ours)) <= 0.1
+
+
+def test_a_fit_finds_what_it_was_made_from() -> None:
+    """Times made by a known row, fitted from another one; and the account can tell a bad row."""
+    config = ModelConfig.named("llama-3-8b")
+    true = ENGINES["ladder"]
+    targets = []
+    for wiring in ("standard", "ladder", "none"):
+        for batch in (1, 4):
+            s = Setting(config.rewired(wiring), 4, batch, 512, 64, CHIPS["h200"], true, LINKS["nvlink_nccl"])
+            targets.append(calibrate.Target(s, prefill(s).seconds, decoding(s).seconds))
+    wrong = replace(true, single=replace(true.single, mlp=4 * true.single.mlp), launch=3 * true.launch)
+    before = calibrate.account(wrong, targets)
+    fitted = calibrate.fit(wrong, targets, 20, ("single.mlp", "launch"))
+    assert before["max_error"] > 0.05 and calibrate.account(fitted, targets)["max_error"] < 0.01
+    assert fitted.single.mlp == pytest.approx(true.single.mlp, rel=0.1)
+
+
+def test_figures_hang_together() -> None:
+    row = predict(PAPER)
+    assert row.keys() >= KEYS
+    assert row["tokens_per_s"] == pytest.approx(4 * 512 / (row["prefill_s"] + row["decode_s"]), rel=1e-3)
+    assert row["decode_s"] == pytest.approx(512 * row["tpot_ms"] / 1e3, rel=1e-3)
+    assert row["wire_ms"] == pytest.approx(row["sums"] * row["sum_us"] / 1e3, rel=1e-3) and row["sums"] == 160
+    rows = {w: predict(replace(PAPER, wiring=w)) for w in ("standard", "parallel", "ladder", "none")}
+    assert rows["standard"]["tpot_ms"] > rows["parallel"]["tpot_ms"] > rows["none"]["tpot_ms"]
+    assert rows["none"]["wire_ms"] == rows["none"]["exposed_ms"] == 0 and rows["none"]["hidden"] is None
+    assert rows["standard"]["hidden"] == 0 < rows["ladder"]["hidden"] < 1
+    alone = predict(replace(PAPER, tp=1, chip="h200", batch=1, size="llama-3-8b"))
+    assert alone["wire_ms"] == 0
+
+
+def test_past_one_machine() -> None:
+    link = over_nodes(LINKS["nvlink_nccl"], Link(20e-6, 45e9), tp=16, nodes=2)
+    assert link.alpha == pytest.approx(44e-6) and link.beta == pytest.approx(1 / (1 / 250e9 + 1 / 360e9))
+    large = replace(PAPER, size="llama-3.1-405b", tp=16, wiring="standard")
+    assert predict(replace(large, nodes=2))["sum_us"] > predict(large)["sum_us"] + 15
+    named = replace(large, link="ib_2node_nccl")  # measured end to end: nodes change nothing
+    assert predict(replace(named, nodes=2))["tpot_ms"] == predict(named)["tpot_ms"]
+    staged = predict(replace(large, tp=8, pp=2, chip="h200", batch=16))
+    whole = predict(replace(large, tp=8, chip="b200", batch=16))
+    assert staged["gpus"] == 16 and staged["weights_gb"] == pytest.approx(whole["weights_gb"] / 2, rel=1e-3)
+    many = predict(replace(PAPER, gpus=4096))
+    assert many["replicas"] == 512 and many["tokens_per_s"] == pytest.approx(
+        512 * predict(PAPER)["tokens_per_s"], rel=1e-3
+    )
+    assert many["tokens_per_s_gpu"] == predict(PAPER)["tokens_per_s_gpu"]
+
+
+def test_sweeps_and_the_best() -> None:
+    slower = [row["tpot_ms"] for row in plan(swept(replace(PAPER, wiring="standard"), "link"))]
+    assert slower == sorted(slower) and len(slower) > 10
+    batches = plan(swept(replace(PAPER, chip="h200"), "batch"))
+    assert [row["batch"] for row in batches][:3] == [1, 2, 4]
+    assert [row["tokens_per_s"] for row in batches] == sorted(row["tokens_per_s"] for row in batches)
+    rows = best(replace(PAPER, chip="h200"), ("standard", "ladder"), 12.0)
+    assert rows[0]["wiring"] == "ladder" and all(row["tpot_ms"] <= 12 for row in rows)
+    assert rows[0]["tokens_per_s_gpu"] == max(row["tokens_per_s_gpu"] for row in rows)
+    with pytest.raises(LadderError, match=r"cannot be served within 0\.1 ms"):
+        best(PAPER, ("ladder",), 0.1)
+
+
+def test_chips() -> None:
+    own = Chip.parse("100GB, 2.5TB/s, 500TFLOP/s")
+    assert (own.memory_gb, own.read_tb_s, own.bf16_tflop_s) == (100, 2.5, 500)
+    assert Chip.parse("H200") is CHIPS["h200"] is Chip.of("NVIDIA H200") and Chip.of("a stove") is None
+    assert tpot_ms("llama-3-70b", "ladder", 8, 1, 1024, LINKS["nvlink_nccl"], "a stove") is None
+    one = tpot_ms("llama-3-70b", "ladder", 8, 1, 1024, LINKS["nvlink_nccl"], "NVIDIA H200")
+    assert one is not None and 4 < one < 8
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--tp 7", "cannot be shared by 7 ranks; the nearest degree is 8"),
+        ("--tp 1", "needs 142 GB on each GPU .* h100 has 80: try --tp 2 or --chip b200"),
+        ("--tp 0", "tp must be from 1"),
+        ("--tp x", "--tp 'x' is not numbers"),
+        ("--link nvlink_ncl", "unknown link 'nvlink_ncl'; did you mean nvlink_nccl?"),
+        ("--chip h10", "unknown chip 'h10'; did you mean h100?"),
+        ("--chip 0GB,1TB/s,1TFLOP/s", "unknown chip"),
+        ("--size llama-70b", "unknown size 'llama-70b'; did you mean llama-3-70b?"),
+        ("--wiring lader", "unknown wiring 'lader'"),
+        ("--engine vllm", "unknown engine 'vllm'"),
+        ("--nodes 3", "cannot be spread evenly over 3 nodes"),
+        ("--pp 81", "can be at most that, not 81"),
+        ("--gpus 100", "the nearest is 96"),
+        ("--prompt 9000", "shorten them by 1320"),
+        ("--batch 4000", "a smaller --batch"),
+        ("--target-ms 0", "must be more than 0"),
+        ("--sweep moon", "unknown sweep 'moon'"),
+    ],
+)
+def test_refuses(flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["ladder", "plan", *flags.split()])
+    with pytest.raises(SystemExit) as status:
+        main()
+    out, err = capsys.readouterr()
+    assert status.value.code == 2 and not out and err.count("\n") == 1
+    with pytest.raises(LadderError, match=message):
+        raise LadderError(err)
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*flags: str) -> str:
+        monkeypatch.setattr("sys.argv", ["ladder", "plan", *flags])
+        with pytest.raises(SystemExit) as status:
+            main()
+        out, _ = capsys.readouterr()
+        assert status.value.code in (0, None)
+        return str(out)
+
+    one = ["--size", "llama-3-70b", "--chip", "h100", "--tp", "8", "--link", "nvlink_nccl", "--batch", "4"]
+    one += ["--prompt", "1024", "--new", "512"]
+    row = json.loads(run(*one, "--wiring", "ladder", "--json"))
+    assert row == json.loads(json.dumps(predict(PAPER)))
+    rows = json.loads(run(*one, "--batch", "1,16", "--tp", "4", "--wiring", "ladder", "--wiring", "standard", "--json"))
+    assert [(r["tp"], r["batch"]) for r in rows[::2]] == [(8, 4), (8, 1), (8, 16), (4, 4), (4, 1), (4, 16)]
+    shown = run("--chip", "h200")
+    assert (
+        all(word in shown for word in ("standard", "parallel", "ladder", "engine ladder", "ms/token"))
+        and "…" not in shown
+    )
+    assert len(json.loads(run("--chip", "h200", "--target-ms", "12", "--json"))) > 10  # keys: the one best

@@ -1,0 +1,141 @@
+"""The report's page in a real browser, opened from disk: buttons, legend, hovering, keyboard, tables."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.bench.report.arms import TIMES
+from ladder.bench.report.write import report
+from tests.test_report import EVIL, row, sample, step, write
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+FLAGS += ["--disable-sync", "--no-first-run"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.skip("the browser test needs playwright: pip install playwright")
+    if CHROMIUM is None:
+        pytest.skip("the browser test needs Chromium: apt-get install chromium")
+    with sync_playwright() as player:
+        started = player.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    other = [row("standard", 1, 9.0, size="llama-3-8b"), row(EVIL, 1, 6.0, size="llama-3-8b")]
+    rows = write(folder / "rows.jsonl", [*sample(), *other])
+    steps = write(folder / "steps.jsonl", [step("standard"), step()])
+    return report([rows, steps], folder / "out")[0]
+
+
+@pytest.fixture(params=[(1280, "light"), (400, "dark")], ids=["wide", "narrow"])
+def page(request: pytest.FixtureRequest, browser: Any, html: Path) -> Iterator[Any]:
+    """The page; at the end nothing must have gone wrong, and nothing but the file itself have been asked for."""
+    width, scheme = request.param
+    opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    wrong: list[str] = []
+    asked: list[str] = []
+    opened.on("console", lambda message: wrong.append(message.text))
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("request", lambda asking: asked.append(asking.url))
+    opened.goto(html.as_uri())
+    yield opened
+    assert wrong == []
+    assert [url for url in asked if not url.startswith("data:")] == [html.as_uri()]
+    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+    opened.close()
+
+
+def test_every_button_draws(page: Any) -> None:
+    for figure in ("throughput", "frontier", "latency", "timeline"):
+        keys = page.eval_on_selector_all(f"#{figure} .choice button", "all => all.map(one => one.dataset.key)")
+        assert keys
+        for key in keys:
+            button = page.locator(f"#{figure} .choice button").locator(f"xpath=self::*[@data-key={key!r}]")
+            button.click()
+            assert button.get_attribute("aria-pressed") == "true"
+            assert page.locator(f"#{figure} .plot .mark").count() > 0
+            assert "commit" in page.locator(f"#{figure} .facts").first.inner_text()
+
+
+def test_legend_switches_an_arm_everywhere(page: Any) -> None:
+    def bars() -> int:
+        return int(page.locator("#throughput .plot .mark[aria-label^='ladder ·']").count())
+
+    before = bars()
+    entry = page.locator("#throughput .legend button", has_text=re.compile("^ladder$"))
+    entry.click()
+    assert before > 0 and bars() == 0 and entry.get_attribute("aria-pressed") == "false"
+    assert page.locator("#frontier .plot .mark[aria-label^='ladder ·']").count() == 0
+    assert page.evaluate("document.activeElement.dataset.key") == "arm=ladder"  # the keyboard stays where it was
+    entry.click()
+    assert bars() == before
+
+
+def test_all_arms_switched_off(page: Any) -> None:
+    for figure in ("throughput", "latency"):
+        pressed = page.locator(f"#{figure} .legend button[aria-pressed=true]")
+        while pressed.count():
+            pressed.first.click()
+    assert page.locator("#throughput .plot .mark").count() == 0
+    page.locator("#throughput .legend button").first.click()
+    assert page.locator("#throughput .plot .mark").count() > 0
+
+
+def test_hovering_and_the_keyboard_tell_the_numbers(page: Any) -> None:
+    tip = page.locator("#tip")
+    assert tip.is_hidden()
+    bar = page.locator("#throughput .plot .mark[aria-label^='ladder · TP 8 · batch 4:']")
+    bar.hover()
+    text = tip.inner_text()
+    assert "ladder · TP 8 · batch 4" in text and f"2.00{TIMES}" in text and "7.00 (6.90 to 7.20)" in text
+    page.locator("h1").hover()
+    assert tip.is_hidden()
+    page.locator("#latency .plot .mark[tabindex='0']").focus()
+    first = tip.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert tip.is_visible() and tip.inner_text() != first
+    page.keyboard.press("Escape")
+    assert tip.is_hidden()
+
+
+def test_tables_sort(page: Any) -> None:
+    def column(number: int) -> list[float]:
+        cells = page.locator(f"#rows tbody td:nth-child({number})").all_inner_texts()
+        return [float(cell.replace(",", "")) for cell in cells if cell]
+
+    titles = page.locator("#rows th").all_inner_texts()
+    at = titles.index("tokens/s") + 1
+    header = page.locator(f"#rows th:nth-child({at})")
+    for direction, order in (("ascending", 1), ("descending", -1)):
+        header.locator("button").click()
+        assert header.get_attribute("aria-sort") == direction
+        values = column(at)
+        assert len(values) == len(sample()) + 2 and values == sorted(values, key=lambda value: order * value)
+    for button in page.locator("#published th button").all():
+        button.click()
+    assert page.locator("#published tbody tr").count() == 32
+    assert f"1.29{TIMES}" in page.locator("#published tbody").inner_text()
+
+
+def test_names_stay_text(page: Any) -> None:
+    assert page.locator("img").count() == 0 and page.locator("script").count() == 2
+    page.locator("#throughput .choice button", has_text="llama-3-8b").click()
+    assert "<img src=x onerror=alert(1)>" in page.locator("#throughput .legend").inner_text()
+
+
+def test_narrower_window_redraws(page: Any) -> None:
+    page.set_viewport_size({"width": 360, "height": 700})
+    page.wait_for_function("document.querySelector('#throughput .plot svg').clientWidth < 360")
