@@ -43,10 +43,7 @@ class Panel:
     marks: Mapping[str, Sequence[Mark]]
     remark: str = ""
     curves: dict[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # the model's, by arm
-
-    lead: float = (
-        0.0  # how far ladder is ahead of standard: of panels that show as much the page opens the one with most
-    )
+    lead: float = 0.0  # ladder's over standard: of panels that show as much, the page opens the one with most
 
     @property
     def arms(self) -> set[str]:
