@@ -333,8 +333,8 @@ from pathlib import Path
 from ladder.bench.options import BenchOptions
 from ladder.bench.sweep import bench
 if __name__ == "__main__":
-    given = BenchOptions(size=("tiny",), batch=(1, 2, 3), link=("5ms,10GB/s",), arm=("standard", "none"), prompt=8,
-                         new=8, repetitions=8, device="cpu", out=Path(sys.argv[1]))
+    given = BenchOptions(size=("tiny",), batch=tuple(range(1, 21)), link=("5ms,10GB/s",), arm=("standard", "none"),
+                         prompt=8, new=8, repetitions=8, device="cpu", out=Path(sys.argv[1]))
     for row in bench(given, lambda *_: print("turn", flush=True)):
         print("row", flush=True)
 """
