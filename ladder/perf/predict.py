@@ -142,7 +142,9 @@ def _pass(s: Setting, parts: Parts, tokens: int) -> Pass:
         send = [s.engine.launch * (s.tp > 1 and block.out is Out.REDUCE) for block in (attention, mlp)]
         blocks += [(attention, parts.attention + send[0]), (mlp, parts.mlp - saved + send[1])]
     contention = min(s.engine.most_contention, s.engine.contention + s.engine.contention_growth * log2(tokens))
-    account = walk(blocks, travel, s.engine.sharded_head and s.tp > 1, contention)
+    # the embedding's sum; without any communication not even that
+    first = s.engine.sharded_head and s.tp > 1 and s.config.wiring.sums() > 0
+    account = walk(blocks, travel, first, contention)
     return Pass(account.total + parts.rest, parts, account, travel)
 
 
