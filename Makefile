@@ -40,6 +40,7 @@ test: $(READY) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(BIN)/python -m compileall -q ladder  # once, for the hundreds of processes that the tests start
 	$(BIN)/pytest -n 2
 
 clean:
