@@ -106,6 +106,31 @@ def test_figures_hang_together() -> None:
     assert alone["wire_ms"] == 0
 
 
+def test_parts_add_up() -> None:
+    """On one rank, where nothing is on the wire, a step is its parts; on more, what the sums cost is what is missing."""
+    alone = predict(replace(PAPER, chip="h200", size="llama-3-8b", tp=1))
+    parts = 32 * (alone["attention_us"] + alone["mlp_us"]) + alone["rest_us"]
+    assert parts == pytest.approx(1e3 * alone["tpot_ms"], rel=1e-3)
+    assert alone["tokens_per_s_user"] == pytest.approx(1e3 / alone["tpot_ms"], rel=1e-3)
+    none, ladder = (predict(replace(PAPER, chip="h200", wiring=wiring)) for wiring in ("none", "ladder"))
+    assert ladder["exposed_ms"] == pytest.approx(ladder["tpot_ms"] - none["tpot_ms"], rel=1e-2)
+    assert ladder["hidden"] == pytest.approx(1 - ladder["exposed_ms"] / ladder["wire_ms"], rel=1e-3)
+    for size in ("llama-3-8b", "llama-3-70b"):  # no communication is a bound, on any link
+        for alpha in (0.0, 1.0, 100.0):
+            one = replace(PAPER, size=size, alpha_us=alpha)
+            rows = [predict(replace(one, wiring=wiring)) for wiring in ("none", "parallel", "ladder")]
+            assert rows[0]["tpot_ms"] == min(row["tpot_ms"] for row in rows)
+
+
+def test_pipeline_by_hand() -> None:
+    """Two stages: half of the batch at a time through all layers, one hop; prompts follow each other."""
+    one = replace(PAPER, chip="h200", batch=8, node_link="100us,1GB/s")
+    half, whole, both = predict(replace(one, batch=4)), predict(one), predict(replace(one, pp=2))
+    assert both["tpot_ms"] == pytest.approx(half["tpot_ms"] + 0.1 + 4 * 8192 * 2 / 1e6, rel=1e-3)
+    hop = 1e-4 + 1024 * 8192 * 2 / 1e9
+    assert both["prefill_s"] == pytest.approx(whole["prefill_s"] / 2 * (1 + 1 / 8) + hop, rel=1e-3)
+
+
 def test_past_one_machine() -> None:
     link = over_nodes(LINKS["nvlink_nccl"], Link(20e-6, 45e9), tp=16, nodes=2)
     assert link.alpha == pytest.approx(44e-6) and link.beta == pytest.approx(1 / (1 / 250e9 + 1 / 360e9))
@@ -164,6 +189,15 @@ def test_chips() -> None:
         ("--prompt 9000", "shorten them by 1320"),
         ("--batch 4000", "a smaller --batch"),
         ("--target-ms 0", "must be more than 0"),
+        ("--target-ms 10 --link nonsense", "unknown link 'nonsense'"),
+        ("--target-ms 10 --chip h20", "unknown chip 'h20'; did you mean h200"),
+        ("--target-ms 10 --wiring lader", "unknown wiring 'lader'"),
+        ("--target-ms 10 --tp 7", "the nearest degree is 8"),
+        ("--target-ms 10 --sweep link", "leave out --sweep"),
+        ("--tp ²", "is not numbers"),
+        ("--gpus 0", "gpus must be from 1"),
+        ("--gpus -8", "gpus must be from 1"),
+        ("--node-link foo", "unknown link 'foo'"),
         ("--sweep moon", "unknown sweep 'moon'"),
     ],
 )
@@ -197,4 +231,5 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         all(word in shown for word in ("standard", "parallel", "ladder", "engine ladder", "ms/token"))
         and "…" not in shown
     )
-    assert len(json.loads(run("--chip", "h200", "--target-ms", "12", "--json"))) > 10  # keys: the one best
+    found = json.loads(run("--chip", "h200", "--target-ms", "12", "--tp", "4,8", "--batch", "16", "--json"))
+    assert isinstance(found, dict) and found["tp"] in (4, 8) and found["batch"] == 16 and found["tpot_ms"] <= 12

@@ -19,6 +19,7 @@ from ladder.bench.overlap import rewire
 from ladder.bench.ranks import slowest, together
 from ladder.bench.shard import prompt_operations, shard, step_bytes, wired
 from ladder.comm.base import Comm
+from ladder.comm.link import Link
 from ladder.comm.signalled import Signalled
 from ladder.comm.timed import Timed
 from ladder.engine.fused import Fused
@@ -197,9 +198,9 @@ def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, ops: Ops | No
     device = cache.keys[0].device
     if cell.mode == "one-rank":
         assert ops is not None
-        wired(model, cell.wiring, cell.timing, 1, device)
+        wired(model, cell.wiring, _timing(cell), 1, device)
         return Captured(model, cache, cell, model.comm, ops)
-    wire = _wire(cell, comm)
+    wire = _wire(_timing(cell), comm)
     if ops is None or not getattr(wire, "capturable", False):
         return Plain(model, cache, cell, wire)
     if wire.size > 1:
@@ -235,13 +236,18 @@ def _sum_ms(cell: Cell, model: Decoder, comm: Comm, device: torch.device) -> flo
     if cell.mode == "one-rank":
         assert cell.timing is not None
         return wire_us(cell.timing, cell.tp, cell.batch, hidden, device, dtype) / 1e3
-    wire = _wire(cell, comm)
+    wire = _wire(cell.timing, comm)
     x = torch.zeros(cell.batch, hidden, dtype=dtype, device=device)
     return statistics.median(together(lambda: wire.all_reduce(x).wait(), device) for _ in range(WIRE_SUMS)) * 1e3
 
 
-def _wire(cell: Cell, comm: Comm) -> Comm:
-    return comm if cell.timing is None else Timed(comm, cell.timing)
+def _wire(timing: Link | None, comm: Comm) -> Comm:
+    return comm if timing is None else Timed(comm, timing)
+
+
+def _timing(cell: Cell) -> Link | None:
+    """Without communication not even the embedding's sum is timed."""
+    return cell.timing if Wiring.parse(cell.wiring, cell.layers).sums() else None
 
 
 def _peak_memory(device: torch.device) -> float:

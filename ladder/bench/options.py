@@ -15,6 +15,7 @@ from ladder.wiring import ROWS, Wiring
 REAL = "real"  # in place of a link's name: the wire there is
 MODES = ("auto", "ranks", "one-rank")
 DEVICES = ("auto", "cpu", "cuda")
+MOST = 1 << 20  # of anything: a typing error should cost a sentence
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,12 @@ class BenchOptions:
             check_known(what, getattr(self, what), known)
         for name, least in (("prompt", 1), ("new", 1), ("repetitions", 2), ("layers", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise LadderError(f"{name} must be at least {least}, not {value}")
+            if value is not None and not least <= value <= MOST:
+                raise LadderError(f"{name} must be from {least} to {MOST}, not {value}")
         for name in ("tp", "batch"):
             for value in getattr(self, name):
-                if value < 1:
-                    raise LadderError(f"{name} must be at least 1, not {value}")
+                if not 1 <= value <= MOST:
+                    raise LadderError(f"{name} must be from 1 to {MOST}, not {value}")
         if not self.chosen.size:
             raise LadderError(f"nothing to measure: give --preset quick, or --size with one of {', '.join(SIZES)}")
 

@@ -157,7 +157,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """
     grid = Table(caption=_caption(rows))
     for name in COLUMNS:
-        grid.add_column(name, justify="left" if name == "arm" else "right")
+        grid.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     groups = [list(group) for _, group in groupby(rows, lambda row: tuple(row[name] for name in _CELL))]
     titles = [_title(some[0]) for some in groups]
     common = [part for part in titles[0] if all(part in title for title in titles)] if titles else []

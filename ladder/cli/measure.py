@@ -102,7 +102,7 @@ def bench(options: BenchOptions) -> None:
                 typer.echo(json.dumps(row))
     if not options.json:
         console = Console()
-        console.width = max(console.width, 110)  # figures that are cut off are none
+        console.width = max(console.width, 118)  # figures that are cut off are none
         console.print(table(rows))
         typer.echo(f"wrote {options.out}; ladder report {options.out} draws it")
 

@@ -1,6 +1,7 @@
 """`ladder plan`: what a machine would do."""
 
 import json
+import re
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,7 +16,8 @@ from ladder.engine.options import option
 from ladder.errors import LadderError
 
 WIRINGS = ("standard", "parallel", "ladder", "none")
-GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "prompt": "prompt", "new": "new"}
+GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "alpha_us": "alpha us", "pp": "PP"}
+GIVEN |= {"nodes": "nodes", "gpus": "GPUs", "prompt": "prompt", "new": "new"}
 FIGURES = {
     "attention_us": "attn us",
     "mlp_us": "MLP us",
@@ -29,6 +31,8 @@ FIGURES = {
     "tokens_per_s_gpu": "/GPU",
 }
 
+FOOT = {"weights_gb": "GB of weights on each GPU", "cache_gb": "GB of keys and values on each GPU"}
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -36,9 +40,9 @@ class PlanOptions:
 
     size: tuple[str, ...] = option(("llama-3-70b",), "A named size (may be given several times).")
     chip: tuple[str, ...] = option(("h100",), "a100, h100, h200, b200, l40s, rtx-4090, or '141GB,4.8TB/s,989TFLOP/s'.")
-    tp: tuple[str, ...] = option(("8",), "Ranks that share a model, as in 8 or 2,4,8.")
+    tp: tuple[str, ...] = option((), "Ranks that share a model, as in 8 or 2,4,8; default: 8.")
     link: tuple[str, ...] = option(("nvlink_nccl",), "A link's name, or alpha,beta as in 50us,10GB/s.")
-    batch: tuple[str, ...] = option(("1",), "Requests at a time, as in 4 or 1,4,16.")
+    batch: tuple[str, ...] = option((), "Requests at a time, as in 4 or 1,4,16; default: 1.")
     prompt: tuple[str, ...] = option(("1024",), "Tokens of a prompt.")
     new: tuple[str, ...] = option(("512",), "New tokens.")
     wiring: tuple[str, ...] = option((), f"A wiring; default: {', '.join(WIRINGS)}.")
@@ -55,7 +59,7 @@ class PlanOptions:
 def _numbers(name: str, texts: tuple[str, ...]) -> list[int]:
     """`--tp 2,4 --tp 8` as [2, 4, 8]."""
     parts = [part.strip() for text in texts for part in text.split(",")]
-    if not parts or not all(part.isdigit() and len(part) < 8 for part in parts):
+    if not all(re.fullmatch(r"[0-9]{1,7}", part) for part in parts):
         raise LadderError(f"--{name} {','.join(texts)!r} is not numbers with commas between, as in 1,4,16")
     return [int(part) for part in parts]
 
@@ -70,17 +74,26 @@ def plan(options: PlanOptions) -> None:
     numbers = [_numbers(name, getattr(options, name)) for name in ("tp", "batch", "prompt", "new")]
     rows: list[dict[str, Any]] = []
     if options.target_ms is not None:
+        if options.sweep is not None:
+            raise LadderError("--target-ms looks for the best by itself: leave out --sweep")
         if not options.target_ms > 0:
             raise LadderError(f"--target-ms must be more than 0, not {options.target_ms:g}")
         able = options.wiring or tuple(name for name in WIRINGS if name != "none")  # which is no model
         for size, chip, link, prompt, new in product(options.size, options.chip, options.link, numbers[2], numbers[3]):
             deployment = Deployment(size, chip, options.nodes, link, 1, prompt, new, able[0], *rest)
-            rows += best(deployment, able, options.target_ms)[: 1 if options.json else 10]
+            rows += best(deployment, able, options.target_ms, numbers[0], numbers[1])[: 1 if options.json else 10]
     else:
         wanted = [
             Deployment(size, chip, tp, link, batch, prompt, new, wiring, *rest)
             for size, chip, link, prompt, new, tp, batch, wiring in product(
-                options.size, options.chip, options.link, numbers[2], numbers[3], numbers[0], numbers[1], wirings
+                options.size,
+                options.chip,
+                options.link,
+                numbers[2],
+                numbers[3],
+                numbers[0] or [8],
+                numbers[1] or [1],
+                wirings,
             )
         ]
         if options.sweep is not None:
@@ -106,7 +119,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     same = [key for key in GIVEN if key != "wiring" and len({row[key] for row in rows}) == 1]
     said = ", ".join(f"{GIVEN[key]} {first[key]}" for key in same)
-    typer.echo(f"{first['size']} on {first['chip']} ({first['gpus']} GPUs), engine {first['engine']}, {said}")
+    typer.echo(f"{first['size']} on {first['chip']}, engine {first['engine']}, {said}")
     columns = {key: head for key, head in (GIVEN | FIGURES).items() if key not in same}
     table = Table(*(Column(head, justify="right", no_wrap=True) for head in columns.values()), box=SIMPLE_HEAD)
     for row in rows:
@@ -114,10 +127,12 @@ def _print(rows: list[dict[str, Any]]) -> None:
     console = Console()
     console.width = max(console.width, 12 * len(columns))  # figures that are cut off are none
     console.print(table)
-    typer.echo(
-        f"attention is bound by {first['attention_bound']}, the MLP by {first['mlp_bound']}; on each GPU "
-        f"{first['weights_gb']:.3g} GB of weights, {first['cache_gb']:.3g} GB of keys and values; none is no model"
-    )
+    for key, what in FOOT.items():
+        values = [row[key] for row in rows]
+        many = f"{_shown(min(values))} to {_shown(max(values))}" if len(set(values)) > 1 else _shown(values[0])
+        typer.echo(f"{what}: {many}")
+    if any(row["wiring"] == "none" for row in rows):
+        typer.echo("none is no model: the bound that communication leaves")
 
 
 def _shown(value: Any) -> str:

@@ -7,6 +7,7 @@ lines of `ladder bench` or `ladder.bench.one_rank`. Prints the errors of both ha
 groups (same size, ranks, batch and link) the wirings come out in the measured order, and the row.
 """
 
+import argparse
 import csv
 import json
 import sys
@@ -29,7 +30,7 @@ from ladder.perf.predict import Setting, decoding, prefill
 
 FITTED: tuple[str, ...] = ("single.attention", "single.mlp", "single.reach", "few.attention", "few.mlp", "few.reach")
 FITTED += ("few.efficiency", "prompt.attention", "prompt.efficiency", "cache", "step", "launch", "sum", "smaller")
-FITTED += ("fused", "scale", "contention", "contention_growth", "most_contention")
+FITTED += ("scale", "contention", "contention_growth", "most_contention")
 BROKEN = 0.8  # a run below this share of its configuration's best is not one of the machine it ran on
 TIE = 0.01  # wirings closer than this are not in any order
 WIRINGS = {"upper": "none", "desync2": "desync-2x"}  # the names in the published runs
@@ -92,6 +93,8 @@ def measured(path: Path, engine: Engine) -> list[Target]:
             row = json.loads(line)
         except ValueError:
             raise LadderError(f"{path} is not JSON lines") from None
+        if not isinstance(row, dict):
+            raise LadderError(f"{path} has a line that is no measurement")
         ms = row.get("tpot_ms_p50", row.get("ms") if row.get("measure") == "decode" else None)
         chip = Chip.of(row.get("chip") or "")
         if ms is None or chip is None or row.get("sums_at_once", 1) != 1:
@@ -100,12 +103,17 @@ def measured(path: Path, engine: Engine) -> list[Target]:
         if row.get("layers", config.layers) != config.layers:
             config = replace(config, layers=row["layers"], wiring=type(config.wiring)(()), windows=())
         name = row.get("link_name", row.get("link"))
-        if name == "zero":  # everything but the time
+        silent = not config.rewired(row["wiring"]).wiring.sums()
+        if name == "zero" or (row.get("link_kind") == "real" and not silent):  # no time of a link is known of those
             continue
-        link = LINKS.get(name, Link(0.0, float("inf")))
-        config = config.rewired(row["wiring"] if name else "none")
-        s = Setting(config, row["tp"], row["batch"], row["context"], 0, chip, engine, link, name)
-        if name or row["wiring"] == "none":
+        link = LINKS.get(name or "")
+        if link is None and row.get("link_alpha_us") is not None:
+            link, name = Link(row["link_alpha_us"] * 1e-6, (row["link_beta_gb_s"] or float("inf")) * 1e9), None
+        if silent or link is not None:
+            link = link or Link(0.0, float("inf"))
+            s = Setting(
+                config.rewired(row["wiring"]), row["tp"], row["batch"], row["context"], 0, chip, engine, link, name
+            )
             found.append(Target(s, None, ms * 1e-3))
     return found
 
@@ -227,16 +235,18 @@ def account(engine: Engine, targets: Sequence[Target]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    if not arguments or arguments[0].startswith("-"):
-        raise LadderError("which runs? Give a .csv of published runs or the JSON lines of a benchmark")
-    path = Path(arguments[0])
-    options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
-    engine = ENGINES[options.get("--engine", "paper" if path.suffix == ".csv" else "ladder")]
-    targets = published(path, engine) if path.suffix == ".csv" else measured(path, engine)
+    parser = argparse.ArgumentParser(prog="python -m ladder.perf.calibrate")
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--engine", choices=sorted(ENGINES))
+    parser.add_argument("--seconds", type=float, default=60.0)
+    given = parser.parse_args(arguments)
+    table = given.runs.suffix == ".csv"
+    engine = ENGINES[given.engine or ("paper" if table else "ladder")]
+    targets = (published if table else measured)(given.runs, engine)
     if not targets:
-        raise LadderError(f"{path} has no runs of a known chip")
+        raise LadderError(f"{given.runs} has no runs of a known chip")
     fitting, testing = halves(targets)
-    fitted = fit(engine, fitting, float(options.get("--seconds", 60)))
+    fitted = fit(engine, fitting, given.seconds)
     for name, one in (("as it is", engine), ("fitted on the first half", fitted)):
         for half, some in (("first half", fitting), ("second half", testing), ("all", targets)):
             if some:

@@ -37,7 +37,6 @@ class Engine:
     contention: float  # of a hidden sum's time, for one token; more by `contention_growth` for each doubling of tokens
     contention_growth: float
     most_contention: float
-    fused: float = 0.0  # what a layer whose attention and MLP read the same stream saves, by halving of its shard
     smaller: float = 0.0  # share of the reach that is lost with each halving of a shard, counted from `WHOLE`
     sharded_head: bool = True
     head_of_all: bool = False  # a prompt's logits are computed for all of its tokens
@@ -76,7 +75,6 @@ ENGINES: dict[str, Engine] = {
         contention=0.14,
         contention_growth=0.0555,
         most_contention=0.487,
-        fused=0.703 * US,
         smaller=0.0591,
         sharded_head=False,
         head_of_all=True,

@@ -4,7 +4,7 @@ Over nodes a sum is hierarchical: reduce and gather within a node on its link, a
 theirs. Pipeline stages split the layers; the batch goes through them in as many parts, so that all stages are busy.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
@@ -44,10 +44,11 @@ class Deployment:
     node_link: str | None = None
     pp: int = 1
     gpus: int | None = None  # all of them; default: one replica
+    alpha_us: float | None = None  # in place of the link's own
 
     def __post_init__(self) -> None:
-        for name in ("tp", "batch", "prompt", "new", "nodes", "pp"):
-            if not 1 <= getattr(self, name) <= 1_000_000:
+        for name in ("tp", "batch", "prompt", "new", "nodes", "pp", "gpus"):
+            if getattr(self, name) is not None and not 1 <= getattr(self, name) <= 1_000_000:
                 raise LadderError(f"{name} must be from 1 to a million, not {getattr(self, name)}")
 
 
@@ -68,11 +69,16 @@ def known_link(text: str) -> tuple[Link, str | None]:
         return Link.parse(text), None
     except LadderError as error:
         near = get_close_matches(text, LINKS, 1, 0.4)
-        raise LadderError(f"unknown link {text!r}{_mean(near)} {str(error).partition(': ')[2]}") from None
+        rest = str(error).partition(": ")[2]
+        raise LadderError(f"unknown link {text!r}{_mean(near)} {rest[:1].upper()}{rest[1:]}") from None
 
 
 def _mean(near: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else "."
+
+
+class TooLarge(LadderError):
+    """A model that does not fit."""
 
 
 def known_engine(name: str, chip: Chip) -> Engine:
@@ -115,6 +121,10 @@ def setting(d: Deployment) -> Setting:
     if d.nodes > 1 and not (name or "").startswith("ib_"):  # those are measured over nodes, end to end
         between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
         link, name = over_nodes(link, between, d.tp, d.nodes), None
+    if d.node_link is not None:
+        known_link(d.node_link)
+    if d.alpha_us is not None:
+        link, name = replace(link, alpha=d.alpha_us * 1e-6), None
     s = Setting(config, d.tp, d.batch, d.prompt, d.new, chip, known_engine(d.engine, chip), link, name)
     _check_memory(d, s)
     return s
@@ -132,7 +142,7 @@ def _check_memory(d: Deployment, s: Setting) -> None:
     if s.cache_bytes > s.weight_bytes / 4:
         ways.append("a smaller --batch")
     ways = ways or ["more pipeline stages (--pp)"]
-    raise LadderError(
+    raise TooLarge(
         f"{d.size} at TP {d.tp} needs {need:.0f} GB on each GPU ({s.weight_bytes / d.pp / 1e9:.0f} weights, "
         f"{s.cache_bytes / d.pp / 1e9:.0f} keys and values), {s.chip.name} has {s.chip.memory_gb:g}: "
         f"try {' or '.join(ways)}"
@@ -148,18 +158,22 @@ def predict(d: Deployment) -> dict[str, Any]:
     s = setting(d)
     part = replace(s, batch=max(1, ceil(d.batch / d.pp)))
     step, first = decoding(part), prefill(s)
-    hop = 0.0
+    hop = prompt_hop = 0.0
+    stage = 1.0
     if d.pp > 1:
         between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
         hop = (d.pp - 1) * between.seconds(part.batch * s.config.hidden * BYTES)
+        prompt_hop = (d.pp - 1) * between.seconds(d.prompt * s.config.hidden * BYTES)
+        stage = ceil(s.config.layers / d.pp) * d.pp / s.config.layers  # the longest stage sets the pace
     # as many parts of the batch as stages are under way, so none is idle; a token goes through all layers once
-    tpot = step.seconds + hop
-    ttft = first.seconds / d.pp * (1 + (d.pp - 1) / d.batch) + hop  # the last prompt enters when the first has left
+    tpot = step.seconds * stage + hop
+    # prompts follow each other through the stages: the last enters when all others have left the first
+    ttft = first.seconds * stage / d.pp * (1 + (d.pp - 1) / d.batch) + prompt_hop
     decode = d.new * tpot
     replicas = 1 if d.gpus is None else d.gpus // (d.tp * d.pp)
     gpus = d.tp * d.pp
     rate = d.batch * d.new / (ttft + decode)
-    wire, exposed = step.account.wire, step.account.exposed
+    wire, exposed = step.account.wire, step.exposed
     return {
         "size": d.size,
         "wiring": str(s.config.wiring),
@@ -171,6 +185,7 @@ def predict(d: Deployment) -> dict[str, Any]:
         "replicas": replicas,
         "gpus": replicas * gpus,
         "link": d.link,
+        "alpha_us": _figure(s.link.alpha * 1e6),
         "batch": d.batch,
         "prompt": d.prompt,
         "new": d.new,
@@ -226,25 +241,37 @@ def swept(d: Deployment, what: str) -> Iterator[Deployment]:
                 return
             yield one
     else:
-        beta = known_link(d.link)[0].beta / 1e9
         for alpha in SWEEPS["link"]:
-            yield replace(d, link=f"{alpha}us,{beta:g}GB/s")
+            yield replace(d, alpha_us=alpha)
 
 
-def best(d: Deployment, wirings: Iterable[str], target_ms: float | None) -> list[dict[str, Any]]:
-    """Every wiring, TP degree and batch that fits and is fast enough, those that serve most tokens per GPU first."""
+def best(
+    d: Deployment,
+    wirings: Iterable[str],
+    target_ms: float | None,
+    degrees: Sequence[int] = (),
+    batches: Sequence[int] = (),
+) -> list[dict[str, Any]]:
+    """Every wiring, TP degree and batch that fits and is fast enough, those that serve most tokens per GPU first.
+
+    Degrees and batches: those given, or all that make sense.
+    """
     config, found = known_size(d.size), []
-    degrees = [n for n in config.degrees() if n & (n - 1) == 0 and n <= 8 * d.nodes and n % d.nodes == 0]
-    for wiring, tp, batch in product(wirings, degrees, SWEEPS["batch"]):
-        one = replace(d, wiring=wiring, tp=tp, batch=batch, gpus=None)
+    every = [n for n in config.degrees() if n & (n - 1) == 0 and n <= 8 * d.nodes and n % d.nodes == 0]
+    for wiring, tp, batch in product(wirings, degrees or every, batches or SWEEPS["batch"]):
+        if d.gpus is not None and not degrees and d.gpus % (tp * d.pp):
+            continue
         try:
-            row = predict(one)
-        except LadderError:
-            continue  # does not fit
+            row = predict(replace(d, wiring=wiring, tp=tp, batch=batch))
+        except TooLarge:
+            continue
         if target_ms is None or row["tpot_ms"] <= target_ms:
             found.append(row)
     if not found:
         aim = "" if target_ms is None else f" within {target_ms:g} ms per token"
-        raise LadderError(f"{d.size} on {d.chip} cannot be served{aim} at any TP degree up to {8 * d.nodes}: "
-                          "allow more time, take a faster link or chip, or more --nodes")  # fmt: skip
+        ranks = ", ".join(map(str, degrees or every))
+        raise LadderError(
+            f"{d.size} on {d.chip} cannot be served{aim} by {ranks} ranks: allow more time, or take a faster link or "
+            "chip, or more --nodes"
+        )
     return sorted(found, key=lambda row: -row["tokens_per_s_gpu"])

@@ -80,6 +80,12 @@ class Pass:
     parts: Parts
     account: Account
     travel: float  # seconds of one sum
+    sending: float  # that all of them cost the computation
+
+    @property
+    def exposed(self) -> float:
+        """What the sums cost in all."""
+        return self.account.exposed + self.sending
 
 
 def _reach(stage: Stage, engine: Engine, size: float) -> float:
@@ -135,17 +141,15 @@ def _pass(s: Setting, parts: Parts, tokens: int) -> Pass:
     if s.tp > 1:
         travel = s.engine.travel(s.link, s.link_name, tokens * s.config.hidden * BYTES, s.tp)
     blocks = []
-    halvings = max(0.0, log2(2 * WHOLE / (BYTES * sum(s.weights))))
-    fused = min(s.engine.fused * halvings, parts.mlp / 2)
     for attention, mlp in s.config.wiring.sub_blocks():
-        saved = fused if attention.out is Out.HOLD else 0.0
         send = [s.engine.launch * (s.tp > 1 and block.out is Out.REDUCE) for block in (attention, mlp)]
-        blocks += [(attention, parts.attention + send[0]), (mlp, parts.mlp - saved + send[1])]
+        blocks += [(attention, parts.attention + send[0]), (mlp, parts.mlp + send[1])]
     contention = min(s.engine.most_contention, s.engine.contention + s.engine.contention_growth * log2(tokens))
     # the embedding's sum; without any communication not even that
     first = s.engine.sharded_head and s.tp > 1 and s.config.wiring.sums() > 0
     account = walk(blocks, travel, first, contention)
-    return Pass(account.total + parts.rest, parts, account, travel)
+    sending = s.engine.launch * s.config.wiring.sums() if s.tp > 1 else 0.0
+    return Pass(account.total + parts.rest, parts, account, travel, sending)
 
 
 def decoding(s: Setting, context: float | None = None) -> Pass:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from ladder.bench.lanes import COLOURS, Step
@@ -105,7 +106,7 @@ def summary(lines: Lines, figures: Mapping[str, Sequence[Panel]]) -> list[str]:
     marks = [mark for panel in figures["throughput"] for mark in panel.marks[SPEEDUP]]
     ladder = sorted(mark.y for mark in marks if mark.arm == "ladder")
     if ladder:
-        low, middle, high = ladder[0], ladder[len(ladder) // 2], ladder[-1]
+        low, middle, high = ladder[0], median(ladder), ladder[-1]
         cells = f"over {len(ladder)} cells of size, TP, link and batch" if len(ladder) > 1 else "in one cell"
         said.append(f"Ladder gives {low:.2f} to {high:.2f} times standard's tokens/s {cells} (median {middle:.2f}).")
     return said
