@@ -107,7 +107,7 @@ def test_figures_hang_together() -> None:
 
 
 def test_parts_add_up() -> None:
-    """On one rank, where nothing is on the wire, a step is its parts; on more, what the sums cost is what is missing."""
+    """On one rank a step is its parts; on more, what the sums cost is what is missing."""
     alone = predict(replace(PAPER, chip="h200", size="llama-3-8b", tp=1))
     parts = 32 * (alone["attention_us"] + alone["mlp_us"]) + alone["rest_us"]
     assert parts == pytest.approx(1e3 * alone["tpot_ms"], rel=1e-3)
