@@ -160,3 +160,9 @@ def test_end_of_text_ids(tmp_path: Path) -> None:
     assert ModelConfig.from_directory(tmp_path).eos == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert ModelConfig.from_directory(tmp_path).eos == (7, 9)
+
+
+def test_first_layers() -> None:
+    config = ModelConfig(64, 4, 8, 4, 128, vocab=320, windows=(None, 3, None, 5)).rewired("ladder")
+    part = config.first(2)
+    assert (part.layers, part.windows, str(part.wiring), part.hidden) == (2, (None, 3), "standard", 64)

@@ -95,6 +95,10 @@ class ModelConfig:
         """The same model with another wiring, given as text."""
         return replace(self, wiring=Wiring.parse(pattern, self.layers))
 
+    def first(self, layers: int) -> "ModelConfig":
+        """Only so many of its layers, under the standard wiring."""
+        return replace(self, layers=layers, wiring=Wiring(()), windows=self.windows[:layers])
+
     def degrees(self) -> list[int]:
         """The numbers of ranks this model can be shared by."""
         return [size for size in range(1, self.heads + 1) if self._fits(size)]

@@ -101,7 +101,7 @@ def measured(path: Path, engine: Engine) -> list[Target]:
             continue
         config = ModelConfig.named(row["size"])
         if row.get("layers", config.layers) != config.layers:
-            config = replace(config, layers=row["layers"], wiring=type(config.wiring)(()), windows=())
+            config = config.first(row["layers"])
         name = row.get("link_name", row.get("link"))
         silent = not config.rewired(row["wiring"]).wiring.sums()
         if name == "zero" or (row.get("link_kind") == "real" and not silent):  # no time of a link is known of those

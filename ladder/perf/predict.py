@@ -6,7 +6,7 @@
 No torch here, and no constants of a model's size: what is fitted belongs to an engine (`engines.py`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log2
 
 from ladder.comm.link import LINKS, Link
@@ -175,7 +175,7 @@ def tpot_ms(
         return None
     config = ModelConfig.named(size)
     if layers is not None:
-        config = replace(config, layers=layers, wiring=type(config.wiring)(()), windows=())
+        config = config.first(layers)
     name = next((name for name, other in LINKS.items() if other == link), None)
     s = Setting(config.rewired(wiring), tp, batch, context, 0, known, ENGINES["ladder"], link, name)
     return decoding(s, context).seconds * 1e3

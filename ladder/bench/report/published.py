@@ -11,22 +11,6 @@ from ladder.bench.report.rows import Row
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A published figure, and ours where there is one. `unit`: x for times as fast, % for percent."""
-
-    size: str
-    tp: int
-    batch: int
-    link: str
-    arm: str
-    what: str
-    published: float
-    unit: str
-    ours: float | None
-    measured: str
-
-
-@dataclass(frozen=True)
 class _Claim:
     size: str
     tp: int
@@ -34,7 +18,16 @@ class _Claim:
     link: str
     arm: str
     what: str
-    figure: float
+    published: float
+
+
+@dataclass(frozen=True)
+class Beside(_Claim):
+    """A published figure, and ours where there is one. `unit`: x for times as fast, % for percent."""
+
+    unit: str
+    ours: float | None
+    measured: str
 
 
 def published() -> dict[str, Any]:
@@ -56,7 +49,7 @@ def beside(rows: Sequence[Row]) -> list[Beside]:
         ours, measured = _ours(rows, claim, sizes, links)
         unit = "x" if claim.what == SPEEDUP else "%"
         link = "peer-to-peer on" if claim.link == "p2p_on" else "peer-to-peer off"
-        cell = (claim.size, claim.tp, claim.batch, link, claim.arm, claim.what, claim.figure)
+        cell = (claim.size, claim.tp, claim.batch, link, claim.arm, claim.what, claim.published)
         found.append(Beside(*cell, unit, ours, measured))
     return found
 
