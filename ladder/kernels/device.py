@@ -55,9 +55,22 @@ def added(x, more):
 
 
 @triton.jit
-def gathered(base, first, second, drift, flag1, flag2, need, saved, at, inside, save,
-             SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFT: tl.constexpr):  # fmt: skip
-    """base + sums + drift, once the flagged sums have arrived. base + sums is kept where `save` says so.
+def wait_for_all(flag1, flag2, need, FLAGS: tl.constexpr, PDL: tl.constexpr):
+    """Go on when the sums have arrived and everything launched before has finished.
+
+    In this order: under a lag the sums are there first, and asking for their flags costs no time of its own. The flags
+    were put down by the step's first kernel, which has finished when the second after it, or any later one, starts.
+    """
+    if FLAGS >= 1:
+        wait_for_flag(flag1, need)
+    if FLAGS >= 2:
+        wait_for_flag(flag2, need)
+    wait_for_others(PDL)
+
+
+@triton.jit
+def gathered(base, first, second, drift, saved, at, inside, save, SUMS: tl.constexpr, DRIFT: tl.constexpr):
+    """base + sums + drift, all of which are there by now. base + sums is kept where `save` says so.
 
     What other kernels or the communication stream have written is read past the first-level cache, which may be stale.
     Everything is asked for before anything is kept: no load is made to wait for a store it might have to see.
@@ -65,10 +78,6 @@ def gathered(base, first, second, drift, flag1, flag2, need, saved, at, inside, 
     x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     if DRIFT:
         local = tl.load(drift + at, mask=inside, other=0.0, cache_modifier=".cg")
-    if FLAGS >= 1:
-        wait_for_flag(flag1, need)
-    if FLAGS >= 2:
-        wait_for_flag(flag2, need)
     if SUMS >= 1:
         one = tl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg")
     if SUMS >= 2:

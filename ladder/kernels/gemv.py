@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import gathered, let_others_start, wait_for_others
+from ladder.kernels.device import gathered, let_others_start, wait_for_all
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv
 from ladder.layers.norm import rms
@@ -34,13 +34,12 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, weight, b
         if PAIR:
             wb = tl.load(weight + N.to(tl.int64) * K + at, mask=inside[None, :] & here[:, None], other=0.0)
         if tile == 0:
-            wait_for_others(PDL)
+            wait_for_all(flag1, flag2, need, FLAGS, PDL)
             if PLUS:  # of all tiles at once, not one latency after the other
                 all_r = (pid * TILES + turn)[:, None] * BN + tl.arange(0, BN)[None, :]
                 live = (turn < TILES)[:, None] & (all_r < N)
                 more = tl.load(plus + all_r, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
-            x = gathered(base, first, second, drift, flag1, flag2, need, saved, cols, inside, pid == 0,
-                         SUMS, FLAGS, DRIFT)  # fmt: skip
+            x = gathered(base, first, second, drift, saved, cols, inside, pid == 0, SUMS, DRIFT)
             if NORM:
                 factor = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
                 x = x * g

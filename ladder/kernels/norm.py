@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import gathered, let_others_start, wait_for_others
+from ladder.kernels.device import gathered, let_others_start, wait_for_all
 from ladder.kernels.stream import Source
 from ladder.layers.norm import rms
 
@@ -17,12 +17,9 @@ def _add_norm(base, first, second, drift, flag1, flag2, need, saved, gain, out, 
     inside = cols < K
     at = tl.program_id(0).to(tl.int64) * K + cols
     g = tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32)
-    wait_for_others(PDL)
-    if FLAGS == 0:  # who waits for a sum lets nobody in who could keep that sum out
-        let_others_start(PDL)
-    x = gathered(base, first, second, drift, flag1, flag2, need, saved, at, inside, True, SUMS, FLAGS, DRIFT)
-    if FLAGS > 0:
-        let_others_start(PDL)
+    wait_for_all(flag1, flag2, need, FLAGS, PDL)
+    let_others_start(PDL)  # not before: who is let in early could keep a sum out
+    x = gathered(base, first, second, drift, saved, at, inside, True, SUMS, DRIFT)
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * g
     tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
 
