@@ -165,7 +165,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for some, title in zip(groups, titles, strict=True):
         if len(groups) > 1:
             grid.add_section()
-            grid.add_row(Text(", ".join(part for part in title if part not in common), style="bold"))
+            grid.add_row(Text("\n".join(part for part in title if part not in common), style="bold"))
         base = next((row["tokens_per_s"] for row in some if row["arm"] == "standard"), None)
         for row in some:
             grid.add_row(*_shown(row, base))
@@ -185,13 +185,17 @@ def _title(row: Mapping[str, Any]) -> list[str]:
 def _shown(row: Mapping[str, Any], base: float | None) -> list[str]:
     return [
         row["arm"],
-        *(f"{row[name]:.2f}" for name in ("ttft_ms", "tpot_ms_p50", "tpot_ms_p99")),
+        *(_ms(row[name]) for name in ("ttft_ms", "tpot_ms_p50", "tpot_ms_p99")),
         f"{row['tokens_per_s']:.1f}",
         "-" if base is None else f"{row['tokens_per_s'] / base:.2f}",
-        *(f"{row[name]:.2f}" for name in ("wire_ms", "exposed_ms")),
+        *(_ms(row[name]) for name in ("wire_ms", "exposed_ms")),
         "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
         f"{row['bandwidth_share']:.0%}",
     ]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
 
 
 def _caption(rows: Sequence[Mapping[str, Any]]) -> str:
