@@ -1,4 +1,12 @@
-"""The exceptions that are the user's business: the command line prints their text and exits."""
+"""The exceptions that are the user's business: the command line prints their text and exits. And the nearest choice,
+which a refusal names.
+"""
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from typing import TypeVar
+
+Choice = TypeVar("Choice", str, int)
 
 
 class LadderError(ValueError):
@@ -7,3 +15,17 @@ class LadderError(ValueError):
 
 class RankError(RuntimeError):
     """A rank failed while it worked, and all were stopped. The text names it."""
+
+
+def nearest(given: Choice, known: Iterable[Choice]) -> Choice:
+    """The known choice that is most like the one given: a name by its letters, a number by its distance."""
+    if isinstance(given, str):
+        return get_close_matches(given, list(known), n=1, cutoff=0.0)[0]
+    return min(known, key=lambda number: (abs(number - given), number))
+
+
+def check_known(what: str, given: str, known: Collection[str]) -> None:
+    """Refuse a name that nothing has."""
+    if given not in known:
+        near = nearest(given, known)
+        raise LadderError(f"unknown {what} {given!r}: known are {', '.join(known)}; the nearest is {near!r}")

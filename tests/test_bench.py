@@ -1,32 +1,31 @@
-"""ladder bench: its plan, what it refuses, its file, its turns, and real ranks."""
+"""ladder bench: its plan, what it refuses, its turns, its figures, and real ranks."""
 
 import json
-import signal
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ladder.bench import measure, sweep
+from ladder.bench import measure
 from ladder.bench.cells import Cell, Here, cells, lots
-from ladder.bench.machine import machine
-from ladder.bench.measure import Captured, Facts, Measured, Plain, Turn, figures, in_turns, pieces
-from ladder.bench.options import ARMS, PRESETS, BenchOptions, wiring_of
+from ladder.bench.measure import Facts, Measured, Turn, figures, in_turns
+from ladder.bench.options import PRESETS, BenchOptions
+from ladder.bench.runners import Captured, Plain, pieces
 from ladder.bench.shard import shard
-from ladder.bench.sweep import KEYS, Lines, bench, done, key, line_of, read, table
-from ladder.comm.base import Solo
+from ladder.bench.sweep import KEYS, bench, table
+from ladder.comm.base import Comm, Solo
 from ladder.comm.one_rank import OneRank
 from ladder.engine import graphs
 from ladder.errors import LadderError, RankError
-from ladder.kernels.ops import Twins
+from ladder.kernels.ops import Ops, Twins
+from ladder.layers.attention import KVCache
+from ladder.model import Decoder
+from ladder.perf.arms import ARMS, wiring_of
+from tests.recording import Recording
 
 GIB = 1 << 30
 LAPTOP, ONE_GPU, EIGHT = Here(0, 0, 8 * GIB), Here(1, 139 * GIB, 128 * GIB), Here(8, 139 * GIB, 512 * GIB)
@@ -36,6 +35,7 @@ LINE = {
     *("tpot_ms_q1", "tpot_ms_q3", "tokens_per_s", "tokens_per_s_user", "tokens_per_s_gpu", "peak_memory_gb", "hidden"),
     *("bandwidth_tb_s", "bandwidth_share", "prefill_tflop_s", "prefill_share", "sums", "wire_ms", "exposed_ms"),
     *("repetitions", "torch", "triton", "python", "commit", "time", "cell_link", "ttft_repetitions"),
+    *("ttft_ms_q1", "ttft_ms_q3"),
 }
 TINY = BenchOptions(
     size=("tiny",), tp=(2,), batch=(1, 3), link=("2ms,10GB/s",), prompt=8, new=8, repetitions=3, device="cpu"
@@ -141,57 +141,6 @@ def test_what_is_offered_fits(gib: int, flag: str) -> None:
         cells(replace(given, **{flag: not_fits}), here)
 
 
-def row_of(cell: Cell) -> dict[str, Any]:
-    return {**line_of(cell), **machine(torch.device("cpu")), "tpot_ms_p50": 1.0}
-
-
-def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "bench.jsonl"
-    first, second, third, *_ = (row_of(cell) for cell in cells(TINY, LAPTOP))
-    assert read(out) == [] and done(out) == set()
-    lines = Lines(out)
-    lines.append(first)
-    with out.open("a") as file:
-        file.write(json.dumps(second)[:40])  # the machine stopped here
-    assert done(out) == {key(first)}
-    lines.append(third)
-    assert read(out) == [first, third] and out.read_text().count("\n") == 2
-    with out.open("a") as file:
-        file.write(json.dumps(second))  # whole, but for its end
-    lines.append(second)
-    assert read(out) == [first, third, second, second]
-    out.write_text('{"measure": "decode"}\n\n' + out.read_text())  # another program's line
-    assert done(out) == {key(row) for row in (first, second, third)}
-    out.write_text("once upon\na time\n")
-    with pytest.raises(LadderError, match="line 1 is no JSON"):
-        read(out)
-    with pytest.raises(LadderError, match="is a directory"):
-        read(tmp_path)
-
-
-def test_only_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = replace(TINY, out=tmp_path / "bench.jsonl")
-    planned = cells(given)
-    kept = [row_of(cell) for cell in planned if cell.batch == 1 and cell.arm != "none"]
-    for row in kept:
-        Lines(given.out).append(row)
-    asked: list[Cell] = []
-
-    def ranks(size: int, device: torch.device, work: object, todo: list[Cell]) -> Any:
-        asked.extend(todo)
-        yield Turn(len(todo) * 3, "all at once")
-        yield from (Measured(cell, {"tpot_ms_p50": 2.0}) for cell in todo)
-
-    monkeypatch.setattr(sweep, "told_by_ranks", ranks)
-    heard: list[tuple[int, int, str]] = []
-    rows = list(bench(given, lambda *what: heard.append(what)))
-    assert asked == [cell for cell in planned if cell.batch == 3 or cell.arm == "none"]
-    assert rows[: len(kept)] == kept and len(rows) == len(planned) and read(given.out) == rows
-    assert heard[-1][:2] == (3 * len(planned), 3 * len(planned))
-    asked.clear()
-    assert list(bench(given, quiet)) == rows and not asked
-
-
 def test_real_ranks(tmp_path: Path) -> None:
     """All arms on two processes, a link far slower than the sub-blocks: the standard wiring waits for all of it."""
     given = replace(TINY, out=tmp_path / "bench.jsonl")
@@ -201,13 +150,14 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert all(row.keys() >= LINE and set(KEYS) <= row.keys() for row in rows)
     for row in rows:
         assert row["tpot_ms_q1"] <= row["tpot_ms_p50"] <= row["tpot_ms_q3"] and row["repetitions"] == 3
+        assert row["ttft_ms_q1"] <= row["ttft_ms"] <= row["ttft_ms_q3"] and row["ttft_repetitions"] >= 3
         assert row["context"] == 12 and row["mode"] == "ranks" and row["link_kind"] == "timed"
         spent = row["ttft_ms"] + 7 * row["tpot_ms_p50"]
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * 8 / spent * 1e3, rel=1e-3)
         assert row["tokens_per_s_gpu"] * 2 == pytest.approx(row["tokens_per_s"], rel=1e-2)
     one = {row["arm"]: row for row in rows[:7]}
-    assert [one[arm]["sums"] for arm in ARMS] == [8, 8, 4, 8, 8, 4, 0]
-    assert one["standard"]["wire_ms"] >= 16 and one["standard"]["tpot_ms_p50"] >= 16  # no sum arrives before its time
+    assert [one[arm]["sums"] for arm in ARMS] == [9, 9, 5, 9, 9, 5, 0]  # the embedding's is one of them
+    assert one["standard"]["wire_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the gathering travels too
     assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["wire_ms"] == 0
     assert one["standard-fused"]["link"] == "nvlink_fused" and one["standard-fused"]["cell_link"] == "2ms,10GB/s"
     grid = table(rows)
@@ -220,47 +170,105 @@ def tiny_cell(**changes: Any) -> Cell:
     return replace(cells(replace(TINY, batch=(1,)), LAPTOP)[0], **changes)
 
 
+class Fake:
+    """An arm that takes what `seconds` says of a call's number and its arm."""
+
+    def __init__(self, arm: str, calls: list[tuple[str, str]]) -> None:
+        self.arm, self._calls = arm, calls
+
+    def prompt(self) -> None:
+        self._calls.append(("prompt", self.arm))
+
+    def step(self) -> None:
+        self._calls.append(("step", self.arm))
+
+
+def told_by_fakes(
+    lot: list[Cell], seconds: Callable[[list[tuple[str, str]]], float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Turn | Measured], list[tuple[str, str]]]:
+    """What is told of arms whose every call takes `seconds` of all calls so far; and those calls."""
+    calls: list[tuple[str, str]] = []
+
+    def clock(work: Callable[[], object]) -> float:
+        work()
+        return seconds(calls)
+
+    monkeypatch.setattr(measure, "runner", lambda model, cache, cell, *_: Fake(cell.arm, calls))
+    monkeypatch.setattr(measure, "_clock", lambda device: clock)
+    model = shard(lot[0].case(), Solo(), torch.device("cpu"), torch.float32)
+    return list(in_turns(model, Solo(), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, None)), calls
+
+
 def test_arms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetition by repetition, `none` always among them; and what a line says follows from the times."""
     lot = [tiny_cell(arm=arm, wiring=arm, tp=1, link=None, cell_link=None) for arm in ("standard", "ladder")]
-    order: list[str] = []
-    times = {"standard": 5.0, "ladder": 3.0, "none": 2.0}
-
-    class Fake:
-        def __init__(self, arm: str) -> None:
-            self.arm = arm
-
-        def prompt(self) -> None: ...
-
-        def step(self) -> None:
-            order.append(self.arm)
-
-    def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
-        def measured(work: Callable[[], object]) -> float:
-            work()
-            return times[work.__self__.arm] * 1e-3  # type: ignore[attr-defined]
-
-        return measured
-
-    monkeypatch.setattr(measure, "runner", lambda model, cache, cell, *_: Fake(cell.arm))
-    monkeypatch.setattr(measure, "_clock", clock)
-    model = shard(lot[0].case(), Solo(), torch.device("cpu"), torch.float32)
-    told = list(in_turns(model, Solo(), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, None))
-    assert order == ["standard", "ladder", "none"] * (3 + measure.WARM_UP["cpu"])
+    times = {"standard": 5e-3, "ladder": 3e-3, "none": 2e-3}
+    told, calls = told_by_fakes(lot, lambda calls: times[calls[-1][1]], monkeypatch)
+    steps = [arm for what, arm in calls if what == "step"]
+    assert steps == ["standard", "ladder", "none"] * (3 + measure.WARM_UP["cpu"])
     assert sum(each.steps for each in told if isinstance(each, Turn)) == 3 * len(lot)
     rows = {each.cell.arm: each.figures for each in told if isinstance(each, Measured)}
     assert list(rows) == ["standard", "ladder"]  # `none` was not asked for
     assert [rows[arm]["exposed_ms"] for arm in rows] == [3.0, 1.0] and rows["ladder"]["hidden"] is None
 
 
+@pytest.mark.parametrize("usual, expected", [(0.01, 9), (0.25, 4), (10.0, 3)])
+def test_a_first_prompt_counts_for_nothing(usual: float, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles for a minute; how often the others are measured is a matter of their own time, three at least."""
+    cell = tiny_cell(tp=1, link=None, cell_link=None, repetitions=9)
+    told, calls = told_by_fakes([cell], lambda calls: 60.0 if len(calls) <= 2 else usual, monkeypatch)
+    (row,) = (each.figures for each in told if isinstance(each, Measured))
+    assert row["ttft_repetitions"] == expected and row["ttft_ms"] == row["ttft_ms_q3"] == usual * 1e3
+    assert calls.count(("prompt", "standard")) == calls.count(("prompt", "none")) == expected + 1
+
+
+@pytest.mark.parametrize("kind, link, expected", [("timed", "1ms,10GB/s", Plain), ("real", "nccl", Captured)])
+def test_all_arms_run_the_same_software(kind: str, link: str, expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timed wire cannot be part of a graph, that of `none` could be: then none of them is one."""
+    made: list[object] = []
+    make = measure.runner
+
+    def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, ops: Ops | None) -> object:
+        made.append(make(model, cache, cell, comm, ops))
+        return made[-1]
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(measure, "runner", runner)
+    monkeypatch.setattr(measure, "Signalled", lambda wires, *_: wires[0])
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (Graph(), step()))
+    rest: dict[str, Any] = {"link_kind": kind, "link": link, "cell_link": link, "repetitions": 2, "prompt": 16}
+    lot = [tiny_cell(arm=arm, wiring=arm, **rest) for arm in ("standard", "ladder")]
+    model = shard(lot[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
+    list(in_turns(model, OneRank(2), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, Twins()))
+    assert [type(each) for each in made] == [expected] * 3
+
+
+@pytest.mark.parametrize("arm", ["standard", "parallel", "ladder", "none"])
+def test_what_is_on_the_wire_is_what_is_counted(arm: str) -> None:
+    """Sums as a step sends them, the embedding's too, and one gathering; nothing at all without communication."""
+    cell = tiny_cell(arm=arm, wiring=arm)
+    model = shard(cell.case(), OneRank(2), torch.device("cpu"), torch.float32)
+    log: list[tuple[str, int]] = []
+    measure.runner(model, model.new_cache(2, 16), cell, Recording(OneRank(2), log), None).step()
+    sent, gathered = (sum(event == what for event, _ in log) for what in ("send", "gather"))
+    facts = Facts([1.0, 1.0], [1.0, 1.0], 1.0, one_sum=1.0, gathering=0.25, memory=1.0)
+    found = figures(cell, model, facts, {"read_tb_s": 1.0, "tflop_s": 1.0})
+    assert (found["sums"], found["wire_ms"]) == (sent, sent + 0.25 * gathered)
+    assert gathered == (arm != "none")
+
+
 def test_figures() -> None:
     cell = tiny_cell(tp=2, wiring="ladder", new=11)
     model = shard(cell.case(), OneRank(2), torch.device("cpu"), torch.float32)
     steps = [float(n) for n in range(1, 101)]
-    found = figures(cell, model, Facts([10.0, 20.0, 30.0], steps, 40.5, 2.5, 3e9), {"read_tb_s": 1e-3, "tflop_s": 1.0})
+    facts = Facts([10.0, 20.0, 30.0], steps, none=40.5, one_sum=2.0, gathering=2.0, memory=3e9)
+    found = figures(cell, model, facts, {"read_tb_s": 1e-3, "tflop_s": 1.0})
     assert (found["ttft_ms"], found["tpot_ms_p50"], found["tpot_ms_p99"]) == (20.0, 50.5, pytest.approx(99.01))
     assert found["tpot_ms_p50"] == statistics.median(steps) and found["repetitions"] == 100
-    assert (found["sums"], found["wire_ms"], found["exposed_ms"], found["hidden"]) == (8, 20.0, 10.0, 0.5)
+    assert (found["ttft_ms_q1"], found["ttft_ms_q3"], found["ttft_repetitions"]) == (10.0, 30.0, 3)
+    assert (found["sums"], found["wire_ms"], found["exposed_ms"], found["hidden"]) == (9, 20.0, 10.0, 0.5)
     assert found["tokens_per_s"] == pytest.approx(11 / (0.02 + 10 * 0.0505), rel=1e-4)
     assert found["bandwidth_share"] == pytest.approx(found["bandwidth_tb_s"] * 1e3, abs=0.005)
     assert found["peak_memory_gb"] == 3.0
@@ -308,58 +316,6 @@ def test_one_rank_by_graphs(batch: int, monkeypatch: pytest.MonkeyPatch) -> None
             assert graph._choice is not None and layers._choice is not None and len(graph._choice) == batch
             assert torch.equal(graph._choice, layers._choice)
     assert [graph.replays for graph in made] == ([2, 2, 2, 2] if batch == 1 else [2, 2])  # short prompts have graphs
-
-
-LONGER = replace(TINY, batch=(1, 2, 3), link=("5ms,10GB/s",), arm=("standard", "none"), repetitions=8)
-
-
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """The rows so far stay, and nobody waits for it."""
-    given = replace(LONGER, out=tmp_path / "bench.jsonl")
-    rows = bench(given, quiet)
-    found = [next(rows), next(rows)]
-    ranks = {process.name: process for process in active_children() if process.name.startswith("ladder-rank")}
-    ranks["ladder-rank-1"].kill()
-    begin = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL; all ranks were stopped"):
-        found += rows
-    assert time.monotonic() - begin < 10 and not any(process.is_alive() for process in ranks.values())
-    assert read(given.out)[:2] == found[:2] and len(read(given.out)) < 6
-
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from ladder.bench.options import BenchOptions
-from ladder.bench.sweep import bench
-if __name__ == "__main__":
-    given = BenchOptions(size=("tiny",), batch=tuple(range(1, 21)), link=("5ms,10GB/s",), arm=("standard", "none"),
-                         prompt=8, new=8, repetitions=8, device="cpu", out=Path(sys.argv[1]))
-    for row in bench(given, lambda *_: print("turn", flush=True)):
-        print("row", flush=True)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-def test_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C while the second cell is measured: the rows of the first are there, no rank is left."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "bench.jsonl")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line[0]
-        if seen.endswith("rrtt"):
-            break
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    assert len(ranks) == 2, seen
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode != 0 and said.count("Traceback") == 1 and "KeyboardInterrupt" in said
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
-    assert [row["arm"] for row in read(tmp_path / "bench.jsonl")] == ["standard", "none"]
 
 
 def test_a_rank_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import Random, load
-from ladder.comm.base import Solo
+from ladder.comm.base import Arrived, Pending, Solo
 from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Flagged, Signalled
@@ -78,6 +79,52 @@ def test_flags_change_no_number(wiring: str, batch: int) -> None:
                 results += [graphs.step(*lines.tolist())[0].clone() for _ in range(3)]
     for found in results[1:]:
         torch.testing.assert_close(found, results[0])
+
+
+class Late:
+    """Two ranks that say the same, on a slow wire: until its flag is set, a sum is no number."""
+
+    capturable = True
+    size, rank = 2, 0
+
+    def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int]:
+        self._sum(x)
+        flag.fill_(1)
+        return x, 1
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        self._sum(x)
+        return Arrived(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+    def _sum(self, x: Tensor) -> None:
+        mine = x.clone()
+        x.fill_(float("nan"))
+        torch.cuda._sleep(100_000)  # cycles: some 60 us, several kernels of a step
+        torch.mul(mine, self.size, out=x)
+
+
+@pytest.mark.parametrize("wiring", ("standard", "ladder", "ladder-2", "ladder-1-2", "parallel", "desync-2x"))
+@pytest.mark.parametrize("batch", (1, 3))
+def test_a_kernel_waits_for_the_flag(wiring: str, batch: int) -> None:
+    """Sums that are wrong until they have arrived: readers in a graph, which look at flags, against those of an eager
+    step, which wait for events.
+    """
+    config = ModelConfig(256, 6, 8, 2, 512, vocab=500).rewired(wiring)
+    device = torch.device("cuda", 0)
+    comm = Signalled([Late()], device, 2 * config.layers + 1)
+    model = load(Decoder(config, comm, device), Random(1, 0.05))
+    fused = Fused(model, model.new_cache(batch + 1, 32), Kernels.on(device))
+    lines = torch.tensor([list(range(batch)), list(range(batch)), [0] * batch])
+    with torch.inference_mode():
+        wanted = fused.step(*lines.to(device))[0].clone()
+        graphs = Graphs(fused, batch)
+        for _ in range(5):
+            found = graphs.step(*lines.tolist())[0]
+            assert found.isfinite().all()
+            torch.testing.assert_close(found, wanted)
 
 
 def test_prompts_from_a_graph() -> None:

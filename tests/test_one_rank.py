@@ -1,7 +1,10 @@
 """One rank of many: its communicator, the bounds of its schedules, and the lanes of a profiled step."""
 
 import json
+import re
 import statistics
+import subprocess
+import sys
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -214,6 +217,29 @@ def test_the_shipped_table_is_sound() -> None:
 def test_tuning_refuses(tmp_path: Path, arguments: tuple[str, int, tuple[int, ...]], message: str) -> None:
     with pytest.raises(LadderError, match=message):
         next(tuned(tmp_path / "table.jsonl", *arguments))
+
+
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        ("one_rank nonsense", "unknown measurement 'nonsense': known are 70b, .*; the nearest is 'prefill'"),
+        ("step_trace", r"give a folder, and a link if need be, not 0 arguments: OUT \[LINK\]"),
+        ("step_trace new nvlink_ncl", "unknown link 'nvlink_ncl': .*; the nearest is 'nvlink_nccl'"),
+        pytest.param(
+            "one_rank",
+            "device 'cuda:0' is not there",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+    ],
+)
+def test_programs_refuse(program: str, message: str, tmp_path: Path) -> None:
+    """One sentence and exit status 2, before anything is started or made."""
+    name, *arguments = program.split()
+    command = [sys.executable, "-m", f"ladder.bench.{name}", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert re.match(f"{name}: {message}", done.stderr), done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or not PRESENT, reason="for machines without a GPU")

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from ladder.bench.options import ARMS, REAL, BenchOptions, Preset, check_known, nearest, wiring_of
+from ladder.bench.options import REAL, BenchOptions, Preset
 from ladder.bench.shard import Case
 from ladder.comm.base import Seat
-from ladder.comm.link import LINKS, Link
+from ladder.comm.link import Link
 from ladder.config import SIZES, ModelConfig
 from ladder.engine.graphs import Graphs
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 from ladder.kernels.table import MOST
 from ladder.model import Decoder
+from ladder.perf.arms import link_of, wiring_of
+from ladder.perf.plan import check_degree, known_link
 
 USABLE = 0.92  # of a memory: activations, libraries and graphs need the rest
 
@@ -131,7 +133,7 @@ def _planned(options: BenchOptions, chosen: Preset, here: Here) -> Iterator[Cell
         auto = config.dtype if device == "cuda" else "float32"
         dtype = auto if options.dtype == "auto" else options.dtype
         for tp in chosen.tp:
-            _check_degree(config, tp)
+            check_degree(config, tp)
             mode = _mode(options.mode, device, tp, here)
             if device == "cuda" and max(chosen.batch) > MOST:
                 raise LadderError(f"batch must be from 1 to {MOST} on a GPU, not {max(chosen.batch)}")
@@ -141,7 +143,7 @@ def _planned(options: BenchOptions, chosen: Preset, here: Here) -> Iterator[Cell
             for batch in chosen.batch:
                 for link, kind in links:
                     for arm, wiring in wirings.items():
-                        own = ARMS[arm].link if arm in ARMS else None
+                        own = link_of(arm)
                         if own is None or kind == "timed":  # no timed link is faster than the wire below it
                             yield Cell(
                                 size, tp, batch, cell_link=link, arm=arm, wiring=wiring, link=own or link,
@@ -156,14 +158,6 @@ def _configs(size: str, layers: int | None) -> tuple[ModelConfig, ModelConfig]:
     if layers is not None and layers > whole.layers:
         raise LadderError(f"layers must be at most {size}'s {whole.layers}, not {layers}")
     return whole, Case(size, 1, layers=layers).config()
-
-
-def _check_degree(config: ModelConfig, tp: int) -> None:
-    try:
-        config.check_degree(tp)
-    except LadderError as error:
-        near = min(config.degrees(), key=lambda degree: abs(degree - tp))
-        raise LadderError(f"{error}; the nearest is {near}") from None
 
 
 def _mode(wanted: str, device: str, tp: int, here: Here) -> str:
@@ -186,18 +180,11 @@ def _links(options: BenchOptions, chosen: Preset, tp: int, mode: str, device: st
     found: list[tuple[str | None, str]] = []
     for name in (name.replace("{tp}", str(tp)) for name in names):
         if name != REAL:
-            _check_link(name)
+            known_link(name, more=(REAL,))
         elif mode == "one-rank":
             raise LadderError("one rank alone has no wire: give --link, as in --link nvlink_nccl")
         found.append((wire, "real") if name == REAL else (name, "timed"))
     return found
-
-
-def _check_link(name: str) -> None:
-    try:
-        Link.parse(name)
-    except LadderError as error:
-        raise LadderError(f"{error}, or real; the nearest is {nearest(name, [*LINKS, REAL])!r}") from None
 
 
 def _check_memory(cell: Cell, here: Here) -> None:

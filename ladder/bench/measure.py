@@ -6,35 +6,32 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ladder.bench.cells import Cell, lots
 from ladder.bench.machine import core_peaks, milliseconds, peaks, spread
 from ladder.bench.one_rank import wire_us
-from ladder.bench.options import wiring_of
-from ladder.bench.overlap import rewire
 from ladder.bench.ranks import slowest, together
+from ladder.bench.runners import Captured, Plain, Runner
 from ladder.bench.shard import prompt_operations, shard, step_bytes, wired
 from ladder.comm.base import Comm
-from ladder.comm.link import Link
+from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.comm.timed import Timed
-from ladder.engine.fused import Fused
-from ladder.engine.graphs import LONGEST, Graphs
 from ladder.jit import PRESENT
 from ladder.kernels.ops import Kernels, Ops
 from ladder.layers.attention import KVCache
 from ladder.model import Decoder
+from ladder.perf.arms import wiring_of
 from ladder.wiring import Wiring
 
-PIECE = 16_384  # tokens of prompts in one pass, as a server would cut them
 PATIENCE = 1.0  # seconds for one arm's prompts, if that allows for more than FEWEST
-FEWEST = 2
+FEWEST = 3
 WARM_UP = {"cpu": 1, "cuda": 15}  # rounds; a GPU's clocks and memory come out of their sleep
 WIRE_SUMS = 20
+BEST = 2  # numbers that a rank gathers of its best token: its logit and which it is
 
 
 @dataclass(frozen=True)
@@ -51,91 +48,6 @@ class Measured:
 
     cell: Cell
     figures: dict[str, Any]
-
-
-class Runner(Protocol):
-    """One arm, ready to run."""
-
-    def prompt(self) -> None:
-        """Read all prompts and choose each one's first token."""
-        ...
-
-    def step(self) -> None:
-        """One more token of each request."""
-        ...
-
-
-class Plain:
-    """The decoder's own layers."""
-
-    def __init__(self, model: Decoder, cache: KVCache, cell: Cell, wire: Comm) -> None:
-        self._model, self._cache, self._cell, self._wire = model, cache, cell, wire
-        self._ids = torch.zeros(cell.batch, cell.prompt, dtype=torch.long, device=cache.keys[0].device)
-        self._choice: Tensor | None = None
-
-    def prompt(self) -> None:
-        self._enter(0)
-        for slots in pieces(self._cell):
-            ids = self._ids[slots[0] : slots[-1] + 1]
-            last = torch.full((len(slots),), self._cell.prompt - 1, device=ids.device)
-            self._choose(self._model(ids, self._cache, last, slots))
-
-    def step(self) -> None:
-        self._enter(self._cell.context - 1)
-        self._choose(self._model(self._ids[:, :1], self._cache))
-
-    def _enter(self, length: int) -> None:
-        """The model is this arm's from here on."""
-        rewire(self._model, self._cell.wiring)
-        self._model.comm = self._wire
-        self._cache.lengths = [length] * len(self._cache.lengths)
-
-    def _choose(self, block: Tensor) -> None:
-        self._choice = self._wire.all_gather(block[:, -1])[:, : self._model.config.vocab].argmax(-1)
-
-
-class Captured:
-    """Our kernels: decoding steps, and a single short prompt, as CUDA graphs."""
-
-    def __init__(self, model: Decoder, cache: KVCache, cell: Cell, wire: Comm, ops: Ops) -> None:
-        self._model, self._cache, self._cell, self._wire = model, cache, cell, wire
-        device = cache.keys[0].device
-        self._enter()
-        self._fused = Fused(model, cache, ops)
-        self._graphs = Graphs(self._fused, spare=cell.batch)
-        self._decoding = self._graphs.captured(cell.batch)
-        lines = [[1] * cell.batch, list(range(cell.batch)), [cell.context - 1] * cell.batch]
-        self._lines = torch.tensor(lines, device=device)
-        self._ids = torch.zeros(cell.batch, cell.prompt, dtype=torch.long, device=device)
-        self._prompt = [0] * cell.prompt
-        self._choice: Tensor | None = None
-
-    def prompt(self) -> None:
-        self._enter()
-        if self._cell.batch == 1 and self._cell.prompt <= LONGEST:
-            return self._choose(self._graphs.prompt(self._prompt, 0))
-        for slots in pieces(self._cell):
-            ids = self._ids[slots[0] : slots[-1] + 1]
-            last = torch.full((len(slots),), self._cell.prompt - 1, device=ids.device)
-            self._choose(self._fused.prompts(ids, last, slots))
-
-    def step(self) -> None:
-        self._decoding.replay(self._lines)
-
-    def _enter(self) -> None:
-        rewire(self._model, self._cell.wiring)
-        self._model.comm = self._wire
-        self._cache.lengths = [0] * len(self._cache.lengths)
-
-    def _choose(self, block: Tensor) -> None:
-        self._choice = self._wire.all_gather(block)[:, : self._model.config.vocab].argmax(-1)
-
-
-def pieces(cell: Cell) -> Iterator[list[int]]:
-    """The slots whose prompts are read in one pass, pass by pass."""
-    each = max(1, PIECE // cell.prompt)
-    for first in range(0, cell.batch, each):
-        yield list(range(first, min(first + each, cell.batch)))
 
 
 def measured(comm: Comm, device: torch.device, cells: Sequence[Cell]) -> Iterator[Turn | Measured]:
@@ -166,14 +78,11 @@ def in_turns(
     yield Turn(0, f"{what}: first tokens")
     cache = model.new_cache(cell.batch + 1, cell.capacity)
     model.comm = comm
+    if cell.mode == "ranks" and not all(getattr(_wire(arm, comm), "capturable", False) for arm in arms):
+        ops = None  # for none of them: arms that are compared run the same software
     runners = {arm: runner(model, cache, arm, comm, ops) for arm in arms}
     clock = _clock(device)
-    warm = [clock(each.prompt) for each in runners.values()]
-    count = max(FEWEST, min(cell.repetitions, int(PATIENCE / max(warm))))
-    firsts: dict[Cell, list[float]] = {arm: [] for arm in arms}
-    for _ in range(count):
-        for arm, each in runners.items():
-            firsts[arm].append(clock(each.prompt) * 1e3)
+    firsts = _first_tokens(runners, clock, cell.repetitions)
     steps: dict[Cell, list[float]] = {arm: [] for arm in arms}
     for number in range(-WARM_UP[device.type], cell.repetitions):
         for arm, each in runners.items():
@@ -182,10 +91,11 @@ def in_turns(
                 steps[arm].append(seconds * 1e3)
         if number >= 0:
             yield Turn(len(lot), f"{what}: decoding")
-    wires = {link: _sum_ms(arm, model, comm, device) for link, arm in {arm.link: arm for arm in arms}.items()}
+    none = statistics.median(steps[reference])
+    wires = {link: _messages_ms(arm, model, comm, ops) for link, arm in {arm.link: arm for arm in lot}.items()}
     memory = _peak_memory(device)
     for arm in lot:
-        facts = Facts(firsts[arm], steps[arm], statistics.median(steps[reference]), wires[arm.link], memory)
+        facts = Facts(firsts[arm], steps[arm], none, *wires[arm.link], memory)
         yield Measured(arm, figures(arm, model, facts, peak))
     del runners, cache
     gc.collect()
@@ -193,17 +103,33 @@ def in_turns(
         torch.cuda.empty_cache()
 
 
+def _first_tokens(
+    runners: dict[Cell, Runner], clock: Callable[[Callable[[], object]], float], repetitions: int
+) -> dict[Cell, list[float]]:
+    """Milliseconds of each arm's prompts, in turns. A first time compiles and captures, and counts for nothing; the
+    second says how many there is patience for.
+    """
+    for each in runners.values():
+        each.prompt()
+    found = {arm: [clock(each.prompt) * 1e3] for arm, each in runners.items()}
+    longest = max(times[0] for times in found.values()) / 1e3
+    for _ in range(1, max(FEWEST, min(repetitions, int(PATIENCE / longest)))):
+        for arm, each in runners.items():
+            found[arm].append(clock(each.prompt) * 1e3)
+    return found
+
+
 def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, ops: Ops | None) -> Runner:
-    """An arm on its wire: by kernels and graphs where there are `ops` and its wire allows it, else by plain layers."""
+    """An arm on its wire: by kernels and graphs where there are `ops`, else by plain layers."""
     device = cache.keys[0].device
     if cell.mode == "one-rank":
         assert ops is not None
-        wired(model, cell.wiring, _timing(cell), 1, device)
+        wired(model, cell.wiring, None if _silent(cell) else cell.timing, 1, device)
         return Captured(model, cache, cell, model.comm, ops)
-    wire = _wire(_timing(cell), comm)
-    if ops is None or not getattr(wire, "capturable", False):
+    wire = _wire(cell, comm)
+    if ops is None:
         return Plain(model, cache, cell, wire)
-    if wire.size > 1:
+    if wire is comm and comm.size > 1:
         wire = Signalled([wire], device, 2 * model.config.layers + 2)
     return Captured(model, cache, cell, wire, ops)
 
@@ -228,26 +154,37 @@ def _peak(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     return {name: 1 / slowest(1 / value, device) for name, value in found.items()}
 
 
-def _sum_ms(cell: Cell, model: Decoder, comm: Comm, device: torch.device) -> float:
-    """Milliseconds of one sum of a decoding step on the arm's link, by itself."""
-    hidden, dtype = model.config.hidden, getattr(torch, cell.dtype)
+def _messages_ms(cell: Cell, model: Decoder, comm: Comm, ops: Ops | None) -> tuple[float, float]:
+    """Milliseconds of one sum of a decoding step on the cell's link, by itself, and of the gathering at its end: every
+    rank's logits, or where kernels choose, its best one.
+    """
     if cell.tp == 1:
-        return 0.0
+        return 0.0, 0.0
+    weight, dtype = model.lm_head.weight, getattr(torch, cell.dtype)
+    width = len(weight) if ops is None else BEST
     if cell.mode == "one-rank":
         assert cell.timing is not None
-        return wire_us(cell.timing, cell.tp, cell.batch, hidden, device, dtype) / 1e3
-    wire = _wire(cell.timing, comm)
-    x = torch.zeros(cell.batch, hidden, dtype=dtype, device=device)
-    return statistics.median(together(lambda: wire.all_reduce(x).wait(), device) for _ in range(WIRE_SUMS)) * 1e3
+        messages = ((model.config.hidden, dtype), (width, torch.float32))
+        one_sum, gathering = (wire_us(cell.timing, cell.tp, cell.batch, n, weight.device, kind) for n, kind in messages)
+        return one_sum / 1e3, gathering / 1e3
+    wire = comm if cell.timing is None else Timed(comm, cell.timing)
+    x, logits = (torch.zeros(cell.batch, n, dtype=dtype, device=weight.device) for n in (model.config.hidden, width))
+
+    def median_ms(send: Callable[[], object]) -> float:
+        return statistics.median(together(send, weight.device) for _ in range(WIRE_SUMS)) * 1e3
+
+    return median_ms(lambda: wire.all_reduce(x).wait()), median_ms(lambda: wire.all_gather(logits))
 
 
-def _wire(timing: Link | None, comm: Comm) -> Comm:
-    return comm if timing is None else Timed(comm, timing)
+def _wire(cell: Cell, comm: Comm) -> Comm:
+    """What an arm's messages travel on. Without communication not even the embedding's sum does."""
+    if comm.size > 1 and _silent(cell):
+        return OneRank(comm.size)
+    return comm if cell.timing is None else Timed(comm, cell.timing)
 
 
-def _timing(cell: Cell) -> Link | None:
-    """Without communication not even the embedding's sum is timed."""
-    return cell.timing if Wiring.parse(cell.wiring, cell.layers).sums() else None
+def _silent(cell: Cell) -> bool:
+    return not Wiring.parse(cell.wiring, cell.layers).sums()
 
 
 def _peak_memory(device: torch.device) -> float:
@@ -265,21 +202,27 @@ class Facts:
     steps: Sequence[float]
     none: float  # the median step without communication
     one_sum: float
+    gathering: float  # of the logits, at the end of a step
     memory: float
 
 
 def figures(cell: Cell, model: Decoder, facts: Facts, peak: dict[str, float]) -> dict[str, Any]:
-    """A line's figures."""
-    ttft, step = statistics.median(facts.firsts), spread(facts.steps)
+    """A line's figures. `sums` are a step's, the embedding's included; `wire_ms` is theirs and the gathering's, all of
+    which `none` does without: `exposed_ms` has them too.
+    """
+    ttft, first, step = statistics.median(facts.firsts), spread(facts.firsts), spread(facts.steps)
     tpot = statistics.median(facts.steps)
     rate = cell.batch * cell.new / (ttft + (cell.new - 1) * tpot) * 1e3
     read = step_bytes(model, cell.batch, cell.context) / tpot / 1e9
     work = prompt_operations(model, cell.batch, cell.prompt) / ttft / 1e9
-    sums = Wiring.parse(cell.wiring, cell.layers).sums() if cell.tp > 1 else 0
-    wire, exposed = sums * facts.one_sum, max(0.0, tpot - facts.none)
+    sums = 0 if cell.tp == 1 or _silent(cell) else Wiring.parse(cell.wiring, cell.layers).sums() + 1
+    wire = sums * facts.one_sum + facts.gathering if sums else 0.0
+    exposed = max(0.0, tpot - facts.none)
     half = cell.dtype in ("bfloat16", "float16") or cell.device == "cpu"  # a GPU's peak is that of bfloat16
     return {
         "ttft_ms": round(ttft, 4),
+        "ttft_ms_q1": first["ms_q1"],
+        "ttft_ms_q3": first["ms_q3"],
         "tpot_ms_p50": step["ms"],
         "tpot_ms_p99": round(statistics.quantiles(facts.steps, n=100, method="inclusive")[-1], 4),
         "tpot_ms_q1": step["ms_q1"],

@@ -1,12 +1,13 @@
 """One rank of a large machine on one GPU: its true shard, kernels, graphs and streams; the link is timed.
 
-python -m ladder.bench.one_rank > results/one_rank_h200.jsonl
+python -m ladder.bench.one_rank [NAME ...] > results/one_rank_h200.jsonl
 
-A JSON line for every measurement: milliseconds per decoding step (median and spread over the steps, after warm-up), the
-bytes that a step must read and the share of the measured peak at which it did, for every wiring and link; the same over
-no communication (the wiring `none`) and over the same wiring without a link; the bound of each schedule from the
-measured parts; prefill with its share of the measured peak of a matrix product. `link` is `none` or `timed`. With an
-empty TRITON_CACHE_DIR the time of the first capture includes all compilation.
+NAMEs are those of `JOBS`; without any, all of them. A JSON line for every measurement: milliseconds per decoding step
+(median and spread over the steps, after warm-up), the bytes that a step must read and the share of the measured peak at
+which it did, for every wiring and link; the same over no communication (the wiring `none`) and over the same wiring
+without a link; the bound of each schedule from the measured parts; prefill with its share of the measured peak of a
+matrix product. `link` is `none` or `timed`. With an empty TRITON_CACHE_DIR the time of the first capture includes all
+compilation.
 """
 
 import gc
@@ -28,6 +29,8 @@ from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import Graphs
+from ladder.engine.requests import device as find_device
+from ladder.errors import LadderError, check_known
 from ladder.kernels.ops import Kernels
 from ladder.layers.attention import KVCache
 from ladder.model import Decoder
@@ -215,8 +218,22 @@ FEW_LINKS, FEW_WIRINGS = ("nvlink_nccl", "pcie_shm_tp8"), ("none", "standard", "
 LINKS_70B = ("zero", "nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 
 
+Job = Callable[[torch.device, dict[str, float]], Iterator[dict[str, Any]]]
+JOBS: dict[str, Job] = {
+    "70b": lambda *on: table(Case("llama-3-70b", 8), LINKS_70B, WIRINGS, *on),
+    "70b-16": lambda *on: table(Case("llama-3-70b", 8, 16), LINKS_70B, WIRINGS, *on),
+    "70b-4": lambda *on: table(Case("llama-3-70b", 8, 4), FEW_LINKS, FEW_WIRINGS, *on),
+    "70b-64": lambda *on: table(Case("llama-3-70b", 8, 64), FEW_LINKS, FEW_WIRINGS, *on),
+    "8b": lambda *on: table(Case("llama-3-8b", 1), (), WIRINGS, *on),
+    "405b": lambda *on: table(Case("llama-3.1-405b", 16, layers=63), ("ib_2node_nccl",), WIRINGS, *on),
+    "prefill": lambda *on: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", *on),
+}
+
+
 def main(only: Sequence[str]) -> None:
-    device = torch.device("cuda", 0)
+    for name in only:
+        check_known("measurement", name, JOBS)
+    device = find_device("cuda:0")
     torch.cuda.set_device(device)
     peak = peaks(device)
 
@@ -227,21 +244,16 @@ def main(only: Sequence[str]) -> None:
         sys.stdout.flush()
 
     say({"measure": "peak", **{name: round(value, 3) for name, value in peak.items()}})
-    jobs: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "70b": lambda: table(Case("llama-3-70b", 8), LINKS_70B, WIRINGS, device, peak),
-        "70b-16": lambda: table(Case("llama-3-70b", 8, 16), LINKS_70B, WIRINGS, device, peak),
-        "70b-4": lambda: table(Case("llama-3-70b", 8, 4), FEW_LINKS, FEW_WIRINGS, device, peak),
-        "70b-64": lambda: table(Case("llama-3-70b", 8, 64), FEW_LINKS, FEW_WIRINGS, device, peak),
-        "8b": lambda: table(Case("llama-3-8b", 1), (), WIRINGS, device, peak),
-        "405b": lambda: table(Case("llama-3.1-405b", 16, layers=63), ("ib_2node_nccl",), WIRINGS, device, peak),
-        "prefill": lambda: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", device, peak),
-    }
     with torch.inference_mode():
-        for name, job in jobs.items():
+        for name, job in JOBS.items():
             if not only or name in only:
-                for line in job():
+                for line in job(device, peak):
                     say(line)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except LadderError as error:
+        sys.stderr.write(f"one_rank: {error}\n")
+        sys.exit(2)

@@ -1,43 +1,19 @@
-"""What `ladder bench` measures: arms and presets as tables, and the options that the command line is made from.
+"""What `ladder bench` measures: presets as a table, and the options that the command line is made from.
 No torch here.
 """
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from ladder.config import DTYPES, SIZES
 from ladder.engine.options import check_types, option
-from ladder.errors import LadderError
-from ladder.wiring import ROWS, Wiring
+from ladder.errors import LadderError, check_known
+from ladder.perf.arms import ARMS
 
 REAL = "real"  # in place of a link's name: the wire there is
 MODES = ("auto", "ranks", "one-rank")
 DEVICES = ("auto", "cpu", "cuda")
 MOST = 1 << 20  # of anything: a typing error should cost a sentence
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Equal parts of the layers under each of `rows`; the sums on a link of the arm's own where it has one."""
-
-    rows: tuple[str, ...]
-    link: str | None = None
-
-    def wiring(self, layers: int) -> Wiring:
-        return Wiring(tuple(self.rows[index * len(self.rows) // layers] for index in range(layers)))
-
-
-ARMS: dict[str, Arm] = {
-    "standard": Arm(("standard",)),
-    "standard-fused": Arm(("standard",), link="nvlink_fused"),  # the best all-reduce there is
-    "parallel": Arm(("parallel",)),
-    "ladder": Arm(("ladder",)),
-    "hybrid": Arm(("standard", "ladder")),
-    "desync-2x": Arm(("desync-2x",)),
-    "none": Arm(("none",)),  # no communication: the upper bound on speed
-}
 
 
 @dataclass(frozen=True)
@@ -76,18 +52,6 @@ PRESETS: dict[str | None, Preset] = {
 }
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
-    """The known name that looks most like the one given."""
-    return get_close_matches(given, list(known), n=1, cutoff=0.0)[0]
-
-
-def check_known(what: str, given: str, known: Collection[str]) -> None:
-    """Refuse a name that nothing has."""
-    if given not in known:
-        near = nearest(given, known)
-        raise LadderError(f"unknown {what} {given!r}: known are {', '.join(known)}; the nearest is {near!r}")
-
-
 @dataclass(frozen=True)
 class BenchOptions:
     """What is measured, on what, and where the lines go."""
@@ -106,7 +70,10 @@ class BenchOptions:
     device: str = option("auto", "cpu, cuda, or auto: the preset's, else a GPU where there is one.")
     dtype: str = option("auto", "auto (the size's; on a CPU float32), float32, bfloat16, float16 or float64.")
     layers: int | None = option(None, "Only so many of the model's layers; the lines say so.")
-    out: Path = option(Path("bench.jsonl"), "File of JSON lines. What it already has is not measured again.")
+    out: Path = option(
+        Path("bench.jsonl"),
+        "File of JSON lines, appended cell by cell. What it has with as many repetitions is not measured again.",
+    )
     json: bool = option(False, "The lines instead of the table.")
 
     def __post_init__(self) -> None:
@@ -137,15 +104,3 @@ class BenchOptions:
             **{name: getattr(self, name) for name in ("tp", "batch", "link", "prompt", "new", "repetitions")},
         }
         return Preset(**{field.name: given[field.name] or getattr(base, field.name) for field in fields(Preset)})
-
-
-def wiring_of(arm: str, layers: int) -> Wiring:
-    """The wiring behind an arm's name, or behind a pattern used as one."""
-    if arm in ARMS:
-        return ARMS[arm].wiring(layers)
-    try:
-        return Wiring.parse(arm, layers)
-    except LadderError as error:
-        if not str(error).startswith("unknown wiring"):
-            raise
-        raise LadderError(f"{error}; the nearest is {nearest(arm, [*ARMS, *ROWS])!r}") from None

@@ -8,6 +8,7 @@ each sub-block computed, when each sum travelled (a timed link), and where a sub
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ladder.bench.lanes import Span, Step, draw, first_layers
+from ladder.bench.lanes import Span, Step, draw, first_layers, plotting
 from ladder.bench.machine import machine
 from ladder.bench.one_rank import CONTEXT
 from ladder.bench.shard import Case, shard, wired
@@ -23,6 +24,8 @@ from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import Graphs
+from ladder.engine.requests import device as find_device
+from ladder.errors import LadderError, check_known
 from ladder.kernels.ops import Kernels
 from ladder.model import Decoder, Layer
 
@@ -62,8 +65,15 @@ def step_of(kernels: list[tuple[str, float, float]], model: Decoder, wiring: str
     return Step(wiring, 0, compute, wire, [Span("sum 0", 0.0, 0.0), *waits])
 
 
-def main(out: Path, link: str = "nvlink_nccl") -> None:
-    device = torch.device("cuda", 0)
+def main(arguments: Sequence[str]) -> None:
+    if not 1 <= len(arguments) <= 2:
+        raise LadderError(f"give a folder, and a link if need be, not {len(arguments)} arguments: OUT [LINK]")
+    out, link = Path(arguments[0]), arguments[1] if len(arguments) > 1 else "nvlink_nccl"
+    check_known("link", link, LINKS)
+    if out.exists() and not out.is_dir():
+        raise LadderError(f"{out} is a file: name a folder")
+    plotting()
+    device = find_device("cuda:0")
     torch.cuda.set_device(device)
     out.mkdir(parents=True, exist_ok=True)
     model = shard(Case("llama-3-70b", 8), OneRank(8), device)
@@ -93,4 +103,8 @@ def main(out: Path, link: str = "nvlink_nccl") -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    try:
+        main(sys.argv[1:])
+    except LadderError as error:
+        sys.stderr.write(f"step_trace: {error}\n")
+        sys.exit(2)

@@ -1,4 +1,6 @@
-"""ladder bench: the sweep. Every line is in the file as soon as it is measured, and is not measured again."""
+"""ladder bench: the sweep. A cell's arms are measured in turns, so their lines come together; they are in the file as
+soon as the cell is measured, and are not measured again.
+"""
 
 import json
 import os
@@ -92,8 +94,8 @@ class Lines:
 
 
 def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]:
-    """A row for every cell, those that `out` already has included. `progress` hears of steps done, of all, and what is
-    being done. All that can be refused is refused before the first row.
+    """A row for every cell, those that `out` already has with as many repetitions included. `progress` hears of steps
+    done, of all, and what is being done. All that can be refused is refused before the first row.
     """
     planned = cells(options)
     device = torch.device(planned[0].device)
@@ -104,7 +106,8 @@ def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]
     for _, group in groupby(planned, Cell.load):
         todo = []
         for cell in group:
-            if (known := old.get(key({**line_of(cell), **stamp}))) is not None:
+            known = old.get(key({**line_of(cell), **stamp}))
+            if known is not None and known.get("repetitions", 0) >= cell.repetitions:
                 steps += cell.repetitions
                 progress(steps, total, "measured before")
                 yield known
@@ -146,6 +149,18 @@ def line_of(cell: Cell) -> dict[str, Any]:
     line["link_alpha_us"] = None if link is None else round(link.alpha * 1e6, 4)
     line["link_beta_gb_s"] = None if link is None else round(link.beta / 1e9, 6)
     return line
+
+
+def measured_before(rows: Sequence[Mapping[str, Any]], old: Sequence[Mapping[str, Any]], out: Path) -> str | None:
+    """A sentence about those of `rows` that were in `out` when the sweep began: they may be another commit's."""
+    kept = [row for row in rows if row in old]
+    if not kept:
+        return None
+    commits = ", ".join(dict.fromkeys(str(row.get("commit") or "unknown") for row in kept))
+    return (
+        f"{len(kept)} of {len(rows)} rows were measured before, at commit {commits}: "
+        f"they are measured again where {out} is removed"
+    )
 
 
 COLUMNS = ("arm", "TTFT ms", "TPOT ms", "p99", "tokens/s", "speed-up", "wire ms", "exposed ms", "hidden", "of peak")

@@ -91,20 +91,27 @@ def tune(options: TuneOptions) -> None:
 
 @verb(BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Measure wirings side by side on what is there; results are appended as they come, a second run continues."""
-    from ladder.bench.sweep import bench, table
+    """Measure wirings side by side on what is there; results are appended cell by cell, a second run continues."""
+    from ladder.bench.sweep import bench, measured_before, read, table
 
-    rows = []
-    with steps_bar("starting") as progress:
-        for row in bench(options, progress):
-            rows.append(row)
-            if options.json:
-                typer.echo(json.dumps(row))
+    old, rows = read(options.out), []
+    try:
+        with steps_bar("starting") as progress:
+            for row in bench(options, progress):
+                rows.append(row)
+                if options.json:
+                    typer.echo(json.dumps(row))
+    except KeyboardInterrupt:
+        there = f"what is measured is in {options.out}" if options.out.exists() else "nothing is measured yet"
+        typer.echo(f"ladder: stopped: {there}, the same command continues", err=True)
+        raise typer.Exit(130) from None
     if not options.json:
         console = Console()
         console.width = max(console.width, 118)  # figures that are cut off are none
         console.print(table(rows))
         typer.echo(f"wrote {options.out}; ladder report {options.out} draws it")
+    if (remark := measured_before(rows, old, options.out)) is not None:
+        typer.echo(remark, err=options.json)
 
 
 @verb(ReportOptions)

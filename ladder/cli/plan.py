@@ -45,7 +45,7 @@ class PlanOptions:
     batch: tuple[str, ...] = option((), "Requests at a time, as in 4 or 1,4,16; default: 1.")
     prompt: tuple[str, ...] = option(("1024",), "Tokens of a prompt.")
     new: tuple[str, ...] = option(("512",), "New tokens.")
-    wiring: tuple[str, ...] = option((), f"A wiring; default: {', '.join(WIRINGS)}.")
+    wiring: tuple[str, ...] = option((), f"A wiring, or an arm of `ladder bench`; default: {', '.join(WIRINGS)}.")
     engine: str = option("auto", "Whose code: paper, ladder, or auto (the paper's on an h100, else ours).")
     nodes: int = option(1, "Machines that the ranks of one model are spread over; sums are then hierarchical.")
     node_link: str | None = option(None, "The link between machines, for each GPU's share; default: 20us,45GB/s.")
@@ -131,6 +131,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
         values = [row[key] for row in rows]
         many = f"{_shown(min(values))} to {_shown(max(values))}" if len(set(values)) > 1 else _shown(values[0])
         typer.echo(f"{what}: {many}")
+    for remark in dict.fromkeys(row["remark"] for row in rows if row["remark"]):
+        typer.echo(f"remark: {remark}")
     if any(row["wiring"] == "none" for row in rows):
         typer.echo("none is no model: the bound that communication leaves")
 

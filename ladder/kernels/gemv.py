@@ -99,7 +99,7 @@ def gemv(
 def beside_sums(programs: int, warps: int, ring: int, cores: int) -> tuple[int, int]:
     """How many programs may wait for a sum at once, and how many registers a thread of theirs may have.
 
-    A multiprocessor's 64 Ki registers and 227 KB of shared memory must hold all of them (`ring` bytes each), with an
+    A multiprocessor's 64 Ki registers and `SHARED` bytes of memory must hold all of them (`ring` bytes each), with an
     eighth of the registers left for a sum's blocks, which are light (see comm/one_shot.py) but would wait for ever
     behind a program that has found no place yet.
     """

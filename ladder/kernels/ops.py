@@ -16,7 +16,7 @@ from ladder.kernels.place import Steps
 from ladder.kernels.skinny import skinny
 from ladder.kernels.start import start, start_twin
 from ladder.kernels.stream import Source
-from ladder.kernels.table import MOST, Config, Gemv, Shape, Skinny, Split, Table, power
+from ladder.kernels.table import MOST, Config, Gemv, Shape, Skinny, Split, Table, power_up_to
 
 Norm = tuple[Tensor, float]  # gain, eps
 Gains = tuple[Tensor, Tensor, float] | None  # of queries and keys by head, eps
@@ -90,7 +90,7 @@ class Twins:
 
 
 class Kernels:
-    """Triton, on a GPU. Up to 64 rows by our matrix kernels, more by the library's."""
+    """Triton, on a GPU. Up to `MOST` rows by our matrix kernels, more by the library's."""
 
     def __init__(self, table: Table, pdl: bool, cores: int = 0) -> None:
         self.table = table
@@ -174,4 +174,4 @@ class Kernels:
 
 def _bucket(rows: int) -> int:
     """Rows are tuned for by powers of two."""
-    return power(2 * rows - 1)
+    return power_up_to(2 * rows - 1)

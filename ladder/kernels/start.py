@@ -35,10 +35,10 @@ def start(
     batch, (step, hidden), half = len(tokens), table.shape, len(frequencies)
     out = torch.empty(batch, hidden, dtype=table.dtype, device=table.device)
     cos, sin = (torch.empty(batch, half, device=table.device) for _ in range(2))
-    power = triton.next_power_of_2
     _start[(batch,)](
         tokens.contiguous(), positions, frequencies, table, out, cos, sin, flags, first, step, len(flags),
-        K=hidden, BK=power(hidden), HALF=half, HP=power(half), FP=power(len(flags)), num_warps=8,
+        K=hidden, BK=triton.next_power_of_2(hidden), HALF=half, HP=triton.next_power_of_2(half),
+        FP=triton.next_power_of_2(len(flags)), num_warps=8,
     )  # fmt: skip
     return out, cos, sin
 

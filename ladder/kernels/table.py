@@ -156,7 +156,7 @@ def sound(shape: Shape, config: Config) -> bool:
             return fits and early and shape.kernel != "attend" and (config.splits == 1 or shape.splittable)
 
 
-def power(n: int) -> int:
+def power_up_to(n: int) -> int:
     """The largest power of two that is not more than n."""
     return 1 << (max(n, 1).bit_length() - 1)
 
@@ -164,20 +164,20 @@ def power(n: int) -> int:
 def rule(shape: Shape) -> Config:
     """A configuration that is never far off: tiles of some 16 to 32 KB, enough of them under way, one wave."""
     if shape.kernel == "attend":  # outputs: heads of keys on this rank; inputs: the cache's positions
-        splits = min(power(WAVE // (shape.batch * shape.outputs)), 16 if shape.inputs <= 8192 else 32)
-        return Split(max(1, min(splits, power(shape.inputs // 16))), 64 if shape.bytes == 2 else 32, 4)
+        splits = min(power_up_to(WAVE // (shape.batch * shape.outputs)), 16 if shape.inputs <= 8192 else 32)
+        return Split(max(1, min(splits, power_up_to(shape.inputs // 16))), 64 if shape.bytes == 2 else 32, 4)
     if shape.batch == 1:
         line = shape.inputs * shape.bytes * (1 + shape.pair)
-        rows = max(1, min(power(28 * 1024 // line), power(shape.outputs // WAVE)))
+        rows = max(1, min(power_up_to(28 * 1024 // line), power_up_to(shape.outputs // WAVE)))
         stages = 4 if rows * line < 1 << 15 else 3
-        ring = rows * power(2 * shape.inputs - 1) * shape.bytes * (1 + shape.pair) * (stages - 1)
+        ring = rows * power_up_to(2 * shape.inputs - 1) * shape.bytes * (1 + shape.pair) * (stages - 1)
         if ring <= SHARED:  # else a row of it is too wide
             return Gemv(rows, 8 if line >= 1 << 14 else 4, WAVE if 2 * ring <= SHARED else WAVE // 2, stages)
     if shape.batch > MOST:
         return None
-    depth = max(16, min(128 * 2 // shape.bytes, power(shape.inputs)))
+    depth = max(16, min(128 * 2 // shape.bytes, power_up_to(shape.inputs)))
     rows = 64
-    splits = min(8, power(WAVE // -(-shape.outputs // rows))) if shape.splittable else 1
+    splits = min(8, power_up_to(WAVE // -(-shape.outputs // rows))) if shape.splittable else 1
     while shape.inputs % (splits * 16) or shape.inputs // splits < depth:
         splits //= 2
         if splits <= 1:

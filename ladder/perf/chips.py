@@ -2,9 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, nearest
 
 LARGEST = 1e6  # of any of the figures: a typing error should cost a sentence
 
@@ -30,11 +29,9 @@ class Chip:
         if figures and all(part.count(".") < 2 and 0 < float(f"0{part}") < LARGEST for part in figures.groups()):
             memory, read, compute = map(float, figures.groups())
             return cls(text, memory, read, compute)
-        near = get_close_matches(name, CHIPS, 1, 0.4)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        known = ", ".join(CHIPS)
         raise LadderError(
-            f"unknown chip {text!r}{hint} Known are {known}; or write it as in '141GB,4.8TB/s,989TFLOP/s'"
+            f"unknown chip {text!r}: write memory, reading and computing as in '141GB,4.8TB/s,989TFLOP/s', or one of "
+            f"{', '.join(CHIPS)}; the nearest is {nearest(name, CHIPS)!r}"
         )
 
     @classmethod

@@ -6,7 +6,7 @@ chip's rate), whichever is longer. A sum that travels behind a computation still
 
 from dataclasses import dataclass, field
 
-from ladder.comm.link import Link
+from ladder.comm.link import LINKS, Link
 
 US = 1e-6
 
@@ -41,17 +41,20 @@ class Engine:
     sharded_head: bool = True
     head_of_all: bool = False  # a prompt's logits are computed for all of its tokens
     whole_cache: bool = False  # a step reads the cache's whole room, not just the tokens in it
+    first_too: bool = False  # fitted to decoding times over all new tokens: they count the first, which prefill made
     scale: float = 1.0  # of a link's alpha between 2 ranks of the 8 that it was measured with; 1: as it is
     large: dict[str, Link] = field(default_factory=dict)  # how the library sends what is too large for its fast way
 
     def travel(self, link: Link, name: str | None, size: int, ranks: int) -> float:
-        """Seconds of a sum of `size` bytes between `ranks`."""
+        """Seconds of a sum of `size` bytes between `ranks`. A link of the table may come with another alpha than its
+        own: its way for large messages is as much later or earlier.
+        """
         share = 1.0
         if name is not None and name.startswith("nvlink") and ranks < LINKED and self.scale != 1.0:
             share = self.scale + (1 - self.scale) * (ranks - 2) / (LINKED - 2)
         time = share * link.alpha + size / link.beta
         if name in self.large:
-            time = min(time, self.large[name].seconds(size))
+            time = min(time, self.large[name].seconds(size) + link.alpha - LINKS[name].alpha)
         return time + self.sum
 
 
@@ -79,6 +82,7 @@ ENGINES: dict[str, Engine] = {
         sharded_head=False,
         head_of_all=True,
         whole_cache=True,
+        first_too=True,
         scale=0.373,
         large={
             "pcie_shm_tp8": Link(84 * US, 175e9),

@@ -2,21 +2,25 @@
 
 Over nodes a sum is hierarchical: reduce and gather within a node on its link, a share of the message between nodes on
 theirs. Pipeline stages split the layers; the batch goes through them in as many parts, so that all stages are busy.
+
+The first token is prefill's, so `new` tokens take new - 1 steps, as `ladder bench` counts them; an engine that was
+fitted to published runs counts as those did (`Engine.first_too`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import product
 from math import ceil
 from typing import Any
 
 from ladder.comm.link import LINKS, Link
-from ladder.config import ModelConfig
-from ladder.errors import LadderError
+from ladder.config import SIZES, ModelConfig
+from ladder.errors import LadderError, check_known, nearest
+from ladder.perf.arms import link_of, wiring_of
 from ladder.perf.chips import CHIPS, Chip
-from ladder.perf.engines import ENGINES, Engine
+from ladder.perf.engines import ENGINES, LINKED, Engine
 from ladder.perf.predict import BYTES, Pass, Setting, decoding, engine_of, prefill
+from ladder.perf.reach import across, check_reach, named_for, remark
 
 ROOM = 0.95  # of a chip's memory that weights, keys and values may take
 MOST_RANKS = 64
@@ -38,7 +42,7 @@ class Deployment:
     batch: int  # requests of one replica
     prompt: int
     new: int
-    wiring: str
+    wiring: str  # or an arm's name
     engine: str = "auto"
     nodes: int = 1  # that the ranks of one sum are spread over
     node_link: str | None = None
@@ -53,28 +57,25 @@ class Deployment:
 
 
 def known_size(name: str) -> ModelConfig:
-    from ladder.config.sizes import SIZES
-
-    if name not in SIZES:
-        near = get_close_matches(name, SIZES, 1, 0.4)
-        raise LadderError(f"unknown size {name!r}{_mean(near)} Known are {', '.join(SIZES)}")
+    check_known("size", name, SIZES)
     return SIZES[name]
 
 
-def known_link(text: str) -> tuple[Link, str | None]:
-    """A link, and its name if it is one of the table."""
-    if text in LINKS:
-        return LINKS[text], text
+def known_link(text: str, more: Sequence[str] = ()) -> tuple[Link, str | None]:
+    """A link, and its name if it is one of the table. `more`: words that the caller knows beside links."""
     try:
-        return Link.parse(text), None
+        return Link.parse(text), text if text in LINKS else None
     except LadderError as error:
-        near = get_close_matches(text, LINKS, 1, 0.4)
-        rest = str(error).partition(": ")[2]
-        raise LadderError(f"unknown link {text!r}{_mean(near)} {rest[:1].upper()}{rest[1:]}") from None
+        also = "".join(f", or {word}" for word in more)
+        raise LadderError(f"{error}{also}; the nearest is {nearest(text, [*LINKS, *more])!r}") from None
 
 
-def _mean(near: list[str]) -> str:
-    return f"; did you mean {near[0]}?" if near else "."
+def check_degree(config: ModelConfig, tp: int) -> None:
+    """Refuse a number of ranks that cannot share the model."""
+    try:
+        config.check_degree(tp)
+    except LadderError as error:
+        raise LadderError(f"{error}; the nearest is {nearest(tp, config.degrees())}") from None
 
 
 class TooLarge(LadderError):
@@ -82,12 +83,8 @@ class TooLarge(LadderError):
 
 
 def known_engine(name: str, chip: Chip) -> Engine:
-    if name == "auto":
-        return engine_of(chip)
-    if name not in ENGINES:
-        raise LadderError(f"unknown engine {name!r}{_mean(get_close_matches(name, ENGINES, 1, 0.4))} "
-                          f"Known are auto, {', '.join(ENGINES)}")  # fmt: skip
-    return ENGINES[name]
+    check_known("engine", name, ("auto", *ENGINES))
+    return engine_of(chip) if name == "auto" else ENGINES[name]
 
 
 def over_nodes(link: Link, between: Link, tp: int, nodes: int) -> Link:
@@ -98,17 +95,16 @@ def over_nodes(link: Link, between: Link, tp: int, nodes: int) -> Link:
 
 def setting(d: Deployment) -> Setting:
     """Checked: everything that cannot be is refused here, with the nearest that can."""
-    config = known_size(d.size).rewired(d.wiring)
+    config = known_size(d.size)
+    config = replace(config, wiring=wiring_of(d.wiring, config.layers))
     chip = Chip.parse(d.chip)
-    link, name = known_link(d.link)
-    if not config._fits(d.tp):
-        near = min(config.degrees(), key=lambda n: (abs(n - d.tp), n))
-        works = ", ".join(str(n) for n in config.degrees() if n <= MOST_RANKS)
-        raise LadderError(f"{d.size} cannot be shared by {d.tp} ranks; the nearest degree is {near} (of {works})")
+    check_degree(config, d.tp)
     if d.tp % d.nodes:
-        raise LadderError(f"{d.tp} ranks cannot be spread evenly over {d.nodes} nodes: --nodes must divide --tp")
-    if config.layers < d.pp:
-        raise LadderError(f"{d.size} has {config.layers} layers: --pp can be at most that, not {d.pp}")
+        near = nearest(d.nodes, [n for n in range(1, d.tp + 1) if d.tp % n == 0])
+        raise LadderError(f"{d.tp} ranks cannot be spread evenly over {d.nodes} nodes; the nearest is --nodes {near}")
+    if d.pp > config.layers:
+        layers = config.layers
+        raise LadderError(f"{d.size}'s {layers} layers cannot be cut into {d.pp} stages; the nearest is --pp {layers}")
     if d.prompt + d.new > config.context:
         raise LadderError(
             f"prompt {d.prompt} and {d.new} new tokens are more than the {config.context} that {d.size} can see: "
@@ -116,18 +112,27 @@ def setting(d: Deployment) -> Setting:
         )
     if d.gpus is not None and d.gpus % (d.tp * d.pp):
         each = d.tp * d.pp
-        nearest = max(each, round(d.gpus / each) * each)
-        raise LadderError(f"{d.gpus} GPUs are no whole number of replicas of {each}: the nearest is {nearest}")
-    if d.nodes > 1 and not (name or "").startswith("ib_"):  # those are measured over nodes, end to end
-        between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
-        link, name = over_nodes(link, between, d.tp, d.nodes), None
-    if d.node_link is not None:
-        known_link(d.node_link)
-    if d.alpha_us is not None:
-        link, name = replace(link, alpha=d.alpha_us * 1e-6), None
+        near = max(each, round(d.gpus / each) * each)
+        raise LadderError(f"{d.gpus} GPUs are no whole number of replicas of {each}: the nearest is {near}")
+    link, name = _link(d)
     s = Setting(config, d.tp, d.batch, d.prompt, d.new, chip, known_engine(d.engine, chip), link, name)
     _check_memory(d, s)
     return s
+
+
+def _link(d: Deployment) -> tuple[Link, str | None]:
+    """What the sums travel on, with its name where the engine may know more of it."""
+    own = link_of(d.wiring)
+    link, name = known_link(d.link)
+    if own is not None:
+        link, name = known_link(own)
+    between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
+    check_reach(name, d.tp, d.nodes, d.node_link, d.pp)
+    if d.nodes > 1 and not across(name):
+        link, name = over_nodes(link, between, d.tp, d.nodes), None
+    if d.alpha_us is not None and own is None:
+        link = replace(link, alpha=d.alpha_us * 1e-6)
+    return link, name
 
 
 def _check_memory(d: Deployment, s: Setting) -> None:
@@ -169,7 +174,7 @@ def predict(d: Deployment) -> dict[str, Any]:
     tpot = step.seconds * stage + hop
     # prompts follow each other through the stages: the last enters when all others have left the first
     ttft = first.seconds * stage / d.pp * (1 + (d.pp - 1) / d.batch) + prompt_hop
-    decode = d.new * tpot
+    decode = (d.new - (not s.engine.first_too)) * tpot
     replicas = 1 if d.gpus is None else d.gpus // (d.tp * d.pp)
     gpus = d.tp * d.pp
     rate = d.batch * d.new / (ttft + decode)
@@ -184,7 +189,7 @@ def predict(d: Deployment) -> dict[str, Any]:
         "nodes": d.nodes,
         "replicas": replicas,
         "gpus": replicas * gpus,
-        "link": d.link,
+        "link": link_of(d.wiring) or d.link,
         "alpha_us": _figure(s.link.alpha * 1e6),
         "batch": d.batch,
         "prompt": d.prompt,
@@ -203,6 +208,7 @@ def predict(d: Deployment) -> dict[str, Any]:
         **_parts(part, step),
         "weights_gb": _figure(s.weight_bytes / d.pp / 1e9),
         "cache_gb": _figure(s.cache_bytes / d.pp / 1e9),
+        "remark": remark(known_link(link_of(d.wiring) or d.link)[1], d.tp, d.nodes, d.node_link, d.pp),
     }
 
 
@@ -228,8 +234,7 @@ def plan(deployments: Iterable[Deployment]) -> list[dict[str, Any]]:
 
 def swept(d: Deployment, what: str) -> Iterator[Deployment]:
     """`d` with one thing varied: a link's latency, or the batch as far as memory goes."""
-    if what not in SWEEPS:
-        raise LadderError(f"unknown sweep {what!r}: known are {', '.join(SWEEPS)}")
+    check_known("sweep", what, SWEEPS)
     if what == "batch":
         for batch in SWEEPS["batch"]:
             one = replace(d, batch=batch)
@@ -257,7 +262,8 @@ def best(
     Degrees and batches: those given, or all that make sense.
     """
     config, found = known_size(d.size), []
-    every = [n for n in config.degrees() if n & (n - 1) == 0 and n <= 8 * d.nodes and n % d.nodes == 0]
+    most = d.nodes * min(LINKED, named_for(d.link) or LINKED)
+    every = [n for n in config.degrees() if n & (n - 1) == 0 and n <= most and n % d.nodes == 0]
     for wiring, tp, batch in product(wirings, degrees or every, batches or SWEEPS["batch"]):
         if d.gpus is not None and not degrees and d.gpus % (tp * d.pp):
             continue

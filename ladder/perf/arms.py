@@ -1,0 +1,47 @@
+"""Arms: what is set side by side, measured or predicted. A wiring, on a link of its own where it has one. No torch
+here.
+"""
+
+from dataclasses import dataclass
+
+from ladder.errors import LadderError, nearest
+from ladder.wiring import ROWS, Wiring
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Equal parts of the layers under each of `rows`; the sums on a link of the arm's own where it has one."""
+
+    rows: tuple[str, ...]
+    link: str | None = None
+
+    def wiring(self, layers: int) -> Wiring:
+        return Wiring(tuple(self.rows[index * len(self.rows) // layers] for index in range(layers)))
+
+
+ARMS: dict[str, Arm] = {
+    "standard": Arm(("standard",)),
+    "standard-fused": Arm(("standard",), link="nvlink_fused"),  # the best all-reduce there is
+    "parallel": Arm(("parallel",)),
+    "ladder": Arm(("ladder",)),
+    "hybrid": Arm(("standard", "ladder")),
+    "desync-2x": Arm(("desync-2x",)),
+    "none": Arm(("none",)),  # no communication: the upper bound on speed
+}
+
+
+def wiring_of(arm: str, layers: int) -> Wiring:
+    """The wiring behind an arm's name, or behind a pattern used as one."""
+    if arm in ARMS:
+        return ARMS[arm].wiring(layers)
+    try:
+        return Wiring.parse(arm, layers)
+    except LadderError as error:
+        if not str(error).startswith("unknown wiring"):
+            raise
+        raise LadderError(f"{error}; the nearest is {nearest(arm, [*ARMS, *ROWS])!r}") from None
+
+
+def link_of(arm: str) -> str | None:
+    """The link of an arm that has one of its own."""
+    return ARMS[arm].link if arm in ARMS else None
