@@ -52,15 +52,21 @@ class ResidualStream:
     waited for stays in it.
     """
 
-    def __init__(self, comm: Comm, agreed: Tensor, sums: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, comm: Comm, agreed: Tensor, sums: Sequence[Tensor] = (), drifts: Sequence[Tensor | None] = ()
+    ) -> None:
         """Starts from what all ranks agree on, [batch, tokens, hidden], and from `sums`, oldest first, that
-        have arrived but that no reader has waited for.
+        have arrived but that no reader has waited for. `drifts`: what each of these carries, and this rank's own at
+        the end; empty: none.
         """
         self._comm = comm
         self._agreed = agreed
+        *carried, own = drifts or (None,) * (len(sums) + 1)
         # oldest first: the sum, the drift it carries
-        self._wire: deque[tuple[Pending, Tensor | None]] = deque((Arrived(x), None) for x in sums)
-        self._drift: Tensor | None = None
+        self._wire: deque[tuple[Pending, Tensor | None]] = deque(
+            (Arrived(x), drift) for x, drift in zip(sums, carried, strict=True)
+        )
+        self._drift: Tensor | None = own
         self._fresh: Tensor | None = None  # what is to join the drift with the next read
         self._held: Tensor | None = None
         self._sums_to_come: int | None = None  # None: who knows
@@ -86,8 +92,9 @@ class ResidualStream:
             stream = stream + drift
         if staleness is not None:
             self._wire = deque((Arrived(pending.wait()), carried) for pending, carried in self._wire)
-            for pending, _ in self._wire:
-                stream = stream + (1 - staleness) * pending.wait()
+            for pending, carried in self._wire:
+                missing = pending.wait() if carried is None else pending.wait() - carried  # which was read instead
+                stream = stream + (1 - staleness) * missing
         return stream
 
     def terms(self, lag: int) -> Terms:
@@ -167,7 +174,10 @@ class ResidualStream:
         if self._sums_to_come is not None:
             self._sums_to_come -= 1
 
-    def rest(self) -> tuple[Tensor, list[Tensor]]:
-        """What the constructor needs to go on from here, in another layer's scope; for one rank alone."""
-        assert self._comm.size == 1 and self._held is None
-        return self._agreed, [pending.wait() for pending, _ in self._wire]
+    def rest(self) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        """What the constructor needs to go on from here, in another layer's scope: waits for every sum."""
+        assert self._held is None and self._fresh is None
+        sums = [pending.wait() for pending, _ in self._wire]
+        drifts = [carried for _, carried in self._wire]
+        self._wire = deque((Arrived(x), drift) for x, drift in zip(sums, drifts, strict=True))
+        return self._agreed, sums, [*drifts, self._drift]

@@ -40,6 +40,18 @@ def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def ranks_of(raw: Mapping[str, Any]) -> int:
+    """The ranks that a config.json says its model was made for (`wiring_ranks`); silence is 1: for any number."""
+    return checked_ranks(raw.get("wiring_ranks", 1))
+
+
+def checked_ranks(ranks: object) -> int:
+    """A number of ranks, or a refusal."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise LadderError(f"the number of ranks must be a whole number from 1, not {ranks!r}")
+    return ranks
+
+
 def wiring_of(raw: Mapping[str, Any], layers: int) -> Wiring:
     """The wiring that a config.json names: ours, or the paper's `ladder_layers`; silence is the standard one."""
     text, paper = raw.get("wiring"), raw.get("ladder_layers")

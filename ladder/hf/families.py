@@ -20,6 +20,9 @@ class Branch:
     before: tuple[str, ...] = ()  # the norm that it reads through: the first of these that the layer has; none: none
     after: tuple[str, ...] = ()  # what its output goes through, in order: norms, dropouts
     dropout: Callable[[Any], float] | None = None  # by the config: a dropout that is no child
+    # the block's child that projects back to the stream's width, where what follows it treats every term of a sum alike
+    # (a norm does not), so that ranks can have shares of it: the n-th part of its inputs is the n-th rank's
+    out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Family:
     parallel: Callable[[Any], bool] = lambda config: False  # whether it was born parallel: what `standard` means then
     refuses: dict[str, str] = field(default_factory=dict)  # settings of the config that leave no residual stream
 
+    @property
+    def shareable(self) -> bool:
+        """Whether emulated ranks can have shares of its sub-blocks."""
+        return self.attention.out is not None and self.mlp.out is not None
+
 
 def family(model_type: str) -> Family:
     """The row of a model_type."""
@@ -47,9 +55,10 @@ def family(model_type: str) -> Family:
 
 
 _PRE_NORM = Family(
-    Branch("self_attn", before=("input_layernorm",)),
-    Branch("mlp", before=("post_attention_layernorm",)),
+    Branch("self_attn", before=("input_layernorm",), out="o_proj"),
+    Branch("mlp", before=("post_attention_layernorm",), out="down_proj"),
 )
+_EXPERTS = Family(_PRE_NORM.attention, Branch("mlp", before=("post_attention_layernorm",)))
 _NORMS_ON_BOTH_SIDES = Family(
     Branch("self_attn", before=("input_layernorm",), after=("post_attention_layernorm",)),
     Branch("mlp", before=("pre_feedforward_layernorm",), after=("post_feedforward_layernorm",)),
@@ -66,11 +75,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _PRE_NORM,
     "qwen3": _PRE_NORM,
     "smollm3": _PRE_NORM,
-    "mixtral": _PRE_NORM,
-    "qwen3_moe": _PRE_NORM,
+    "mixtral": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
     "phi3": Family(
-        Branch("self_attn", before=("input_layernorm",), after=("resid_attn_dropout",)),
-        Branch("mlp", before=("post_attention_layernorm",), after=("resid_mlp_dropout",)),
+        Branch("self_attn", before=("input_layernorm",), after=("resid_attn_dropout",), out="o_proj"),
+        Branch("mlp", before=("post_attention_layernorm",), after=("resid_mlp_dropout",), out="down_proj"),
     ),
     "granite": Family(_PRE_NORM.attention, _PRE_NORM.mlp, scale="residual_multiplier"),
     "olmo2": Family(

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ladder.config.lock import WIRED_MODEL_TYPE, locked, unlocked, wiring_of
+from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, unlocked, wiring_of
 from ladder.hf.families import FAMILIES, family
 from ladder.hf.wire import wire_layers
 from ladder.wiring import Wiring
@@ -86,10 +86,10 @@ def _restored(own: Any, values: dict[str, Any]) -> Any:
     return config
 
 
-def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float]) -> None:
+def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], ranks: int = 1) -> None:
     """Write a wiring into a model's config; the standard one leaves a plain config."""
     own: Any = config.own_class() if isinstance(config, WiredConfig) else type(config)
-    for key in ("wiring", "ladder_layers", "staleness"):
+    for key in ("wiring", "ladder_layers", "staleness", "wiring_ranks"):
         vars(config).pop(key, None)
     config.__class__ = own
     if not wiring.is_standard:
@@ -97,6 +97,8 @@ def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float]) -> N
         config.wiring = str(wiring)
         if staleness != 1.0:
             config.staleness = staleness
+        if ranks > 1:
+            config.wiring_ranks = ranks
 
 
 def register() -> None:
@@ -125,5 +127,6 @@ def wire_as_configured(model: Any) -> None:
         return
     if config.model_type in FAMILIES and hasattr(model.base_model, FAMILIES[config.model_type].layers):
         wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
-        wire_layers(model, wiring, staleness)
-        set_wiring(config, wiring, staleness)
+        ranks = ranks_of(named)
+        wire_layers(model, wiring, staleness, ranks)
+        set_wiring(config, wiring, staleness, ranks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ladder.config.lock import wiring_of
+from ladder.config.lock import checked_ranks, ranks_of, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
 from ladder.hf.register import set_wiring
@@ -17,11 +17,18 @@ from ladder.wiring import Wiring
 IN_MEMORY = ", rewired in memory: save it, and load that"
 
 
-def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Sequence[float] | None = None) -> Any:
+def rewire(
+    model: Any,
+    wiring: str | Wiring | None = None,
+    staleness: float | Sequence[float] | None = None,
+    ranks: int | None = None,
+) -> Any:
     """Wire a loaded model in place, same parameters, same names; returns it.
 
-    Without `wiring`: as its config says (`wiring`, or the paper's `ladder_layers`, and `staleness`). Where a family was
-    born parallel (GPT-NeoX, Falcon), a `standard` layer stays as it was born. A wired model may be wired anew.
+    Without `wiring`: as its config says (`wiring`, or the paper's `ladder_layers`, `staleness` and `wiring_ranks`).
+    Where a family was born parallel (GPT-NeoX, Falcon), a `standard` layer stays as it was born. A wired model may be
+    wired anew. `ranks`: what so many tensor-parallel ranks would compute; only a wiring that keeps sums local (desync)
+    depends on their number.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapping
     if not isinstance(inner, PreTrainedModel):
@@ -30,19 +37,22 @@ def rewire(model: Any, wiring: str | Wiring | None = None, staleness: float | Se
     before = wiring_of(vars(config), config.num_hidden_layers)
     if wiring is None:
         staleness = getattr(config, "staleness", 1.0) if staleness is None else staleness
+        ranks = ranks_of(vars(config)) if ranks is None else ranks
         wiring = before
     elif isinstance(wiring, str):
         wiring = Wiring.parse(wiring, config.num_hidden_layers)
     staleness = 1.0 if staleness is None else staleness
-    wire_layers(inner, wiring, staleness)
+    ranks, ranks_before = 1 if ranks is None else checked_ranks(ranks), ranks_of(vars(config))
+    wire_layers(inner, wiring, staleness, ranks)
     own = copy.deepcopy(config)  # another model may have been made of the same object
     for module in inner.modules():
         if getattr(module, "config", None) is config:
             module.config = own
         if isinstance(module, WiredLayer):
             module.place = replace(module.place, config=own)
-    set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers))
-    if wiring != before:  # an adapter that is saved must not find its way to weights that are wired otherwise
+    set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers), ranks)
+    # an adapter that is saved must not find its way to weights that are wired otherwise
+    if (wiring, ranks) != (before, ranks_before):
         inner.name_or_path = (inner.name_or_path or "a model").removesuffix(IN_MEMORY) + IN_MEMORY
     return model
 
@@ -51,8 +61,8 @@ def restale(model: Any, staleness: float | Sequence[float]) -> None:
     """Change how stale a wired model's layers are, from 0 (reads everything) to 1 (its wiring); one for all or each."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     set_staleness(inner, staleness)
-    layers = inner.config.num_hidden_layers
-    set_wiring(inner.config, wiring_of(vars(inner.config), layers), _plain(staleness, layers))
+    layers, named = inner.config.num_hidden_layers, vars(inner.config)
+    set_wiring(inner.config, wiring_of(named, layers), _plain(staleness, layers), ranks_of(named))
 
 
 def _plain(staleness: float | Sequence[float], layers: int) -> float | list[float]:
