@@ -52,3 +52,70 @@ def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) ->
     base = f"base_model: {source}\n" if "/" in source else ""  # a name that the hub knows
     more = (_NATIVE if native else _NO_NATIVE).format(**place)
     return _CARD.format(**place, base=base, wiring=wiring, layers=layers, native=more)
+
+
+_ADAPTED = """---
+{base}library_name: transformers
+tags:
+- ladder-residual
+- {family}
+---
+
+# {folder}
+
+`{source}` under another wiring, and adapted to it by distillation from the original:
+
+    {wiring}
+
+{layers} How far it is from the original was measured while it was trained (`log.jsonl`); measure what matters to you:
+
+    ladder eval {source} {folder} --text book.txt --source {source}
+
+In transformers:
+
+    import ladder.hf  # without it, loading fails
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}")
+{native}
+Made by `ladder adapt`. Licence and terms are those of `{source}`.
+"""
+
+_TRAINED = """---
+library_name: transformers
+tags:
+- ladder-residual
+- {family}
+---
+
+# {folder}
+
+Trained from scratch on {tokens:,} tokens under the wiring
+
+    {wiring}
+
+In transformers:
+
+    import ladder.hf  # without it, loading fails
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}")
+{native}
+Made by `ladder train`.
+"""
+
+
+def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
+    """README.md for what was adapted from `source`."""
+    kept = sum(name == "standard" for name in wiring.layers)
+    layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
+    place = {"source": source, "folder": folder, "family": family}
+    base = f"base_model: {source}\n" if "/" in source else ""  # a name that the hub knows
+    more = (_NATIVE if native else _NO_NATIVE).format(**place)
+    return _ADAPTED.format(**place, base=base, wiring=wiring, layers=layers, native=more)
+
+
+def trained_card(folder: str, family: str, wiring: Wiring, tokens: int) -> str:
+    """README.md for what was trained from scratch."""
+    native = _NATIVE.format(folder=folder)
+    return _TRAINED.format(folder=folder, family=family, wiring=wiring, tokens=tokens, native=native)

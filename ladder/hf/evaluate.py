@@ -10,12 +10,7 @@ rows of a .jsonl file have one of these forms; in all of them one space stands b
 """
 
 import gc
-import importlib
-import logging
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +24,11 @@ from ladder.config.lock import wiring_of
 from ladder.engine.requests import device as find_device
 from ladder.errors import LadderError
 from ladder.hf.families import family
-from ladder.hf.harness import Harness, Progress, reason
+from ladder.hf.harness import Harness, Progress
+from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
 from ladder.hf.rewire import rewire
 from ladder.wiring import Wiring
-
-_LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ def evaluate(
         raise LadderError(f"unknown dtype {dtype!r}: known are auto, {', '.join(DTYPES)}")
     find_device(device)
     tell = progress or (lambda done, total, what: None)
-    with _quiet():
+    with quiet():
         words = None if text is None else read(Path(text))
         ready = [_prepare(arm, words, window) for arm in arms]
         origin = None if source is None else _prepare(Arm(source), words, window)
@@ -154,26 +148,14 @@ def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimat
         yield row | dict(zip(("difference", "difference_stderr", "paired"), difference, strict=True))
 
 
-def _pretrained(auto: Any, name: str, **options: Any) -> Any:
-    local = Path(name).is_dir()
-    if not local and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise LadderError(f"{name} is neither a directory nor the name of a model on the hub")
-    try:
-        return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
-    except LadderError:
-        raise
-    except Exception as error:  # transformers and its friends raise whatever they like
-        raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
-
-
 def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
-    config = _pretrained(AutoConfig, arm.model)
+    config = pretrained(AutoConfig, arm.model)
     inner = config.get_text_config()
     own = wiring_of(vars(inner), inner.num_hidden_layers)
     wiring = own if arm.wiring is None else Wiring.parse(arm.wiring, inner.num_hidden_layers)
     if arm.wiring is not None or not wiring.is_standard:
         family(config.model_type)
-    tokenizer = _pretrained(AutoTokenizer, arm.model)
+    tokenizer = pretrained(AutoTokenizer, arm.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= inner.vocab_size:
         raise LadderError(f"{arm.model}: the tokenizer's ids go up to {largest}, the model has {inner.vocab_size}")
@@ -188,7 +170,7 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
 
 
 def _load(each: _Ready, device: str, dtype: str) -> Any:
-    model = _pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
+    model = pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
     return model if each.arm.wiring is None else rewire(model, each.arm.wiring)
 
 
@@ -198,24 +180,3 @@ def _on_text(each: _Ready, model: Any, teacher: Any, how: dict[str, Any], tell: 
         return {"perplexity": perplexity(model, each.tokens, **how)}
     found = distance(model, teacher, each.tokens, **how)
     return {"perplexity": found.perplexity, "kl": found.kl, "greedy_agreement": found.agreement}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No bars, warnings and news but ours; afterwards as before."""
-    bar = importlib.import_module("tqdm").tqdm
-    begin = bar.__init__
-
-    def unseen(self: Any, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **{**named, "disable": True})
-
-    with ExitStack() as stack:
-        for name in _LOUD:
-            logger = logging.getLogger(name)
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.callback(setattr, bar, "__init__", begin)
-        bar.__init__ = unseen
-        yield

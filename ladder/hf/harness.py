@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ladder.errors import LadderError
+from ladder.hf.load import reason
 from ladder.hf.measures import Estimate, read
 
 Progress = Callable[[int, int, str], None]  # done, total, of what: each model's measure counts for itself
@@ -197,9 +198,3 @@ def _row(line: str, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     else:
         row["continuation"] = " " + row["continuation"]
     return row, form
-
-
-def reason(error: Exception) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,123 @@
+"""ladder adapt: a model learns to be itself again under another wiring, from its own original."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ladder.adapt import folder as place
+from ladder.adapt.loss import Weights
+from ladder.adapt.options import AdaptOptions, TrainingOptions
+from ladder.adapt.shards import Shards
+from ladder.adapt.side import SideConfig, SideModel
+from ladder.adapt.teacher import Present, Remembered, Teacher, remember
+from ladder.adapt.texts import fingerprint
+from ladder.adapt.trainer import Progress
+from ladder.adapt.work import Data, Job, save, work
+from ladder.config.lock import wiring_of
+from ladder.config.model import FAMILIES as NATIVE
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from ladder.hf.card import adapted_card
+from ladder.hf.families import family
+from ladder.hf.load import pretrained, quiet
+from ladder.hf.wire import refuse_settings
+from ladder.wiring import Wiring
+
+
+def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) -> dict[str, Any]:
+    """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
+    stopped, however hard, is continued by the same call.
+    """
+    wanted = place.asked(options, training)
+    place.check(options.out, wanted)
+    with quiet():
+        wiring, tokenizer = _checked(options, training)
+    if place.finished(options.out):
+        raise LadderError(f"{options.out} is finished: name a new folder")
+
+    def make(data: Data, args: Any) -> tuple[Job, Any]:
+        teacher: Teacher | None = None
+        train: Any = data.train
+        if options.kl_weight:
+            original = pretrained(AutoModelForCausalLM, options.model, dtype=_dtype(training)).to(args.device)
+            if options.teacher_top:
+                facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
+                with args.main_process_first(desc="the original's answers"):
+                    train = remember(original, train, options.out / "teacher", options.teacher_top, facts, progress)
+                teacher = Remembered()
+            else:
+                teacher = Present(original)
+        steps = 0 if options.method == "side" else round(options.staleness * training.steps)
+        kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
+        model = pretrained(AutoModelForCausalLM, options.model, dtype=kept)
+        own = pretrained(AutoConfig, options.model).dtype or torch.float32
+        model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0), options)
+        weights = Weights(options.kl_weight, options.lm_weight)
+        return Job(model, weights, teacher, steps, _finisher(options, wiring, tokenizer, own)), train
+
+    return work(options.out, wanted, training, make, progress)
+
+
+def _dtype(training: TrainingOptions) -> torch.dtype:
+    return torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+
+
+def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, Any]:
+    """The wiring and the tokenizer; whatever cannot be done is refused here."""
+    config = pretrained(AutoConfig, options.model)
+    family(config.model_type)
+    refuse_settings(config)
+    wiring = Wiring.parse(options.wiring, config.num_hidden_layers)
+    if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
+        raise LadderError(f"{options.model} is wired already: adapt its original, or evaluate it")
+    if options.method != "full" and training.fsdp:
+        raise LadderError(f"--fsdp shards what --method full trains, {options.method} trains little: leave one out")
+    if options.method == "side" and training.recompute:
+        raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
+    if training.window > getattr(config, "max_position_embeddings", training.window):
+        raise LadderError(f"a window of {training.window} is more than the model's {config.max_position_embeddings}")
+    if options.teacher_top >= config.vocab_size:
+        raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
+    tokenizer = pretrained(AutoTokenizer, options.model)
+    for folder in (training.data, training.valid):
+        if folder is not None:
+            shards = Shards.open(folder)
+            shards.check_vocab(config.vocab_size, options.model)
+            shards.check_tokenizer(fingerprint(tokenizer), options.model)
+    return wiring, tokenizer
+
+
+def _trainable(model: Any, options: AdaptOptions) -> Any:
+    if options.method == "side":
+        return SideModel(model, SideConfig(reduction=options.reduction))
+    if options.method == "lora":
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError:
+            raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'") from None
+        return get_peft_model(
+            model,
+            LoraConfig(task_type="CAUSAL_LM", r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
+        )
+    return model
+
+
+def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torch.dtype) -> Callable[[Any, Path], None]:
+    def finish(run: Any, folder: Path) -> None:
+        if options.method == "lora":
+            run.model_wrapped = run.model = run.accelerator.unwrap_model(run.model_wrapped).merge_and_unload()
+        if options.method == "side":
+            if run.args.process_index == 0:
+                run.accelerator.unwrap_model(run.model_wrapped).save(folder)
+        else:
+            save(run, folder, dtype)
+        if run.args.process_index == 0:
+            tokenizer.save_pretrained(folder)
+            kind = run.model.config.model_type
+            text = adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE)
+            (folder / "README.md").write_text(text, encoding="utf-8")
+
+    return finish

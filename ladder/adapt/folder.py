@@ -1,0 +1,71 @@
+"""A run's folder: what was asked for, how far it is, and in the end the model. Nothing in it is ever half there.
+
+run.json       the options; a run is continued only with the same
+log.jsonl      a line for every logged step and evaluation
+checkpoints/   complete ones can be gone on from; gone when the run is finished
+config.json    and what else a model is made of: written last, when everything is done
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ladder.config.fields import read_json
+from ladder.errors import LadderError
+
+RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
+_FREE = {"keep", "progress"}  # what may change from one start to the next
+
+
+def asked(*options: Any) -> dict[str, Any]:
+    """Options as run.json has them."""
+    found: dict[str, Any] = {}
+    for group in options:
+        found |= {name: str(value) if isinstance(value, Path) else value for name, value in asdict(group).items()}
+    return {name: value for name, value in found.items() if name not in _FREE | {"out"}}
+
+
+def check(out: Path, wanted: dict[str, Any]) -> None:
+    """Refuse a folder that is something else, or a run of other options."""
+    if out.exists() and not out.is_dir():
+        raise LadderError(f"{out} is a file: name a new folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not (out / RUN).exists():
+        raise LadderError(f"{out} is there already, and no run of ours: name a new folder")
+    before = read_json(out / RUN)
+    for name, value in json.loads(json.dumps(wanted)).items():
+        if before.get(name) != value:
+            flag = name.replace("_", "-")
+            raise LadderError(
+                f"{out} is a run with {flag} {before.get(name)}, not {value}: give the same, or name a new folder"
+            )
+
+
+def finished(out: Path) -> bool:
+    return (out / RUN).exists() and bool(read_json(out / RUN).get(FINISHED))
+
+
+def begin(out: Path, wanted: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / FINAL, ignore_errors=True)  # left by a run that was killed at its end
+    write(out / RUN, json.dumps(wanted, indent=2) + "\n")
+
+
+def finish(out: Path) -> None:
+    """What lies in `final.partial` becomes the folder's own; config.json, which makes it a model, comes last."""
+    final = out / FINAL
+    for file in sorted(final.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(file, out / file.name)
+    final.rmdir()
+    write(out / RUN, json.dumps({**read_json(out / RUN), FINISHED: True}, indent=2) + "\n")
+    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+
+
+def write(file: Path, text: str) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)

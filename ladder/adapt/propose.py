@@ -1,0 +1,154 @@
+"""From what a scan measured to the layers to wire: within a budget of damage, or fast enough by the performance model.
+
+Speed is that of decoding a token, in times of the standard wiring, on a machine that `ladder plan` could be asked
+about. The performance model walks the pattern layer by layer, so it is asked about every set as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from ladder.adapt.scan import Damage, Scan, wired
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.perf.chips import Chip
+from ladder.perf.plan import MOST_RANKS, ROOM, TooLarge, known_link
+from ladder.perf.predict import Setting, decoding, engine_of
+from ladder.wiring import Wiring
+
+PROMPT, NEW = (
+    1024,
+    512,
+)  # tokens of a request, as `ladder plan` has them; in the same parts of a context that is shorter
+Predictor = Callable[[Wiring], float]  # how many times as fast as the standard wiring a token is made
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the model is to run, with the names and defaults of `ladder plan`."""
+
+    chip: str = "h100"
+    tp: int = 8
+    link: str = "nvlink_nccl"
+    requests: int = 1  # at a time
+
+    def predictor(self, config: ModelConfig) -> Predictor:
+        """Refuses what cannot be."""
+        for what, value in (("tp", self.tp), ("requests", self.requests)):
+            if not 1 <= value <= 1_000_000:
+                raise LadderError(f"{what} must be from 1 to a million, not {value}")
+        chip = Chip.parse(self.chip)
+        link, name = known_link(self.link)
+        config.check_degree(self.tp)
+        prompt = min(PROMPT, config.context * PROMPT // (PROMPT + NEW))
+        new = min(NEW, config.context - prompt)
+        s = Setting(config, self.tp, self.requests, prompt, new, chip, engine_of(chip), link, name)
+        _check_memory(s)
+
+        def seconds(wiring: Wiring) -> float:
+            return decoding(replace(s, config=replace(config, wiring=wiring))).seconds
+
+        standard = seconds(Wiring(("standard",) * config.layers))
+        return lambda wiring: standard / seconds(wiring)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A set of layers, and how it stands to what was asked for."""
+
+    damage: Damage
+    budget: float | None  # nats per token that were allowed
+    speed: float | None  # that was asked for, in times of standard
+    predicted: float | None  # speed of the set; None without a predictor
+
+    @property
+    def over(self) -> float | None:
+        """Nats per token beyond the budget: 0 where it is kept, None where there is none."""
+        return None if self.budget is None else max(0.0, self.damage.kl - self.budget)
+
+
+def propose(
+    scan: Scan, budget: float | None = None, speed: float | None = None, predictor: Predictor | None = None
+) -> Proposal:
+    """The layers to wire, of the sets that were measured.
+
+    `budget`: the largest grown set whose KL stays within it. `speed`: the smallest that is predicted to be so many
+    times as fast as standard; it counts before the budget, and `over` says what that costs. Where the last layers, as
+    many, fit as well and do less harm, they are taken.
+    """
+    check_wishes(budget, speed)
+    if speed is not None and predictor is None:
+        raise LadderError("a speed needs a machine to predict it for: give a predictor")
+    if speed is None and budget is None:
+        raise LadderError("nothing to propose by: give a budget or a speed")
+
+    def fits(damage: Damage) -> bool:
+        if speed is not None and predictor is not None:
+            return predictor(_wiring(scan, damage.layers)) >= speed
+        return budget is not None and damage.kl <= budget
+
+    fitting = [damage for damage in scan.grown if fits(damage)]
+    if not fitting:
+        raise LadderError(_none_fits(scan, budget, speed, predictor))
+    size = (min if speed is not None else max)(len(damage.layers) for damage in fitting)
+    candidates = [d for d in (*scan.grown, *scan.last) if len(d.layers) == size and fits(d)]
+    chosen = min(candidates, key=lambda damage: (not isfinite(damage.kl), damage.kl))
+    predicted = None if predictor is None else predictor(_wiring(scan, chosen.layers))
+    return Proposal(chosen, budget, speed, predicted)
+
+
+def size_for(scan: Scan, speed: float, predictor: Predictor) -> int:
+    """Layers that the smallest grown set with this speed has, whether or not it was measured."""
+    for size in range(1, len(scan.order) + 1):
+        if predictor(_wiring(scan, scan.sized(size)[0])) >= speed:
+            return size
+    raise LadderError(_none_fits(scan, None, speed, predictor))
+
+
+def check_wishes(budget: float | None, speed: float | None) -> None:
+    """Refuse what no set can keep."""
+    if budget is not None and not (isfinite(budget) and budget >= 0):
+        raise LadderError(f"the budget is {budget:g} nats per token: it must be 0 or more")
+    if speed is not None and not (isfinite(speed) and speed > 1):
+        raise LadderError(f"the speed is {speed:g} times standard's: it must be more than 1, which standard has")
+
+
+def check_reach(speed: float, own: Wiring, layers: Sequence[int], row: str, predictor: Predictor) -> None:
+    """Refuse a speed that not even all layers give, before anything is measured."""
+    most = predictor(wired(own, layers, row))
+    if most < speed:
+        raise LadderError(_too_fast(speed, most, row))
+
+
+def _none_fits(scan: Scan, budget: float | None, speed: float | None, predictor: Predictor | None) -> str:
+    if speed is not None and predictor is not None:
+        return _too_fast(speed, max(predictor(_wiring(scan, damage.layers)) for damage in scan.grown), scan.row)
+    least = min(scan.grown, key=lambda damage: (not isfinite(damage.kl), damage.kl))
+    which = f"layer {least.layers[0]} alone" if len(least.layers) == 1 else f"{len(least.layers)} layers"
+    return f"no set stays within a budget of {budget:g} nats per token: the least is {least.kl:.3g}, with {which}"
+
+
+def _too_fast(speed: float, most: float, row: str) -> str:
+    return (
+        f"{speed:g} times standard's speed cannot be reached with {row}: all layers are predicted to give {most:.3f}; "
+        "ask for less, or for another machine"
+    )
+
+
+def _wiring(scan: Scan, layers: Sequence[int]) -> Wiring:
+    return wired(scan.wiring, layers, scan.row)
+
+
+def _check_memory(s: Setting) -> None:
+    room = ROOM * s.chip.memory_gb * 1e9
+    if s.weight_bytes + s.cache_bytes <= room:
+        return
+    more = (replace(s, tp=tp) for tp in s.config.degrees() if s.tp < tp <= MOST_RANKS)
+    fits = next((wider.tp for wider in more if wider.weight_bytes + wider.cache_bytes <= room), None)
+    need, way = (
+        (s.weight_bytes + s.cache_bytes) / 1e9,
+        f"--tp {fits}" if fits else "a larger --chip or fewer --requests",
+    )
+    raise TooLarge(
+        f"the model at TP {s.tp} needs {need:.0f} GB on each GPU, {s.chip.name} has {s.chip.memory_gb:g}: try {way}"
+    )

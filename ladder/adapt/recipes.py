@@ -1,0 +1,55 @@
+"""Recipes: a size and how it is trained. A recipe is a row; what it says stands until an option says otherwise."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ladder.adapt.options import TrainingOptions
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`size` is the name of one, or the dimensions themselves."""
+
+    size: str | ModelConfig
+    what: str
+    training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingOptions
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.named(self.size) if isinstance(self.size, str) else self.size
+
+    def filled(self, given: TrainingOptions) -> TrainingOptions:
+        """The recipe's values for every option that was left at its default."""
+        left = {entry.name for entry in fields(given) if getattr(given, entry.name) == entry.default}
+        return replace(given, **{name: value for name, value in self.training.items() if name in left})
+
+
+def recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise LadderError(f"unknown recipe {name!r}: known are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+# arXiv 2501.06589: 25,000 steps of 4 Mi tokens of FineWeb-edu, AdamW, 2,000 steps of warm-up
+_PAPER: dict[str, Any] = {"tokens": 25_000 << 22, "window": 2048, "batch": 2048, "lr": 3e-4, "warmup": 0.08}
+_PAPER |= {"micro": 8}
+_SMALL: dict[str, Any] = {"tokens": 300_000_000, "window": 1024, "batch": 256, "lr": 2e-3, "warmup": 0.03}
+_SMALL |= {"micro": 64}
+
+RECIPES: dict[str, Recipe] = {
+    "paper-1B": Recipe("1B", "the paper's smaller model from scratch", _PAPER),
+    "paper-1.5B": Recipe("1.5B", "its larger ladder model of about the same speed", _PAPER),
+    "paper-3B": Recipe("3B", "the paper's larger model from scratch", _PAPER | {"micro": 4}),
+    "paper-4.5B": Recipe("4.5B", "its larger ladder model of about the same speed", _PAPER | {"micro": 4}),
+    # experiments/quality.py: wirings side by side
+    "50M": Recipe(ModelConfig(640, 10, 10, 10, 1792, 16_384, context=2048, tied=True, dtype="bfloat16"),
+                  "50 million parameters besides the embedding", _SMALL),
+    "50M-long": Recipe(ModelConfig(640, 13, 10, 10, 1792, 16_384, context=2048, tied=True, dtype="bfloat16"),
+                       "the same with 30% more layers", _SMALL),
+    # the model inside the package
+    "embedded": Recipe(ModelConfig(320, 8, 8, 8, 864, 4096, context=1024, tied=True, dtype="bfloat16"),
+                       "small enough to be shipped: 8 heads, 4096 tokens",
+                       _SMALL | {"tokens": 600_000_000, "lr": 4e-3, "batch": 128, "micro": 128}),
+}  # fmt: skip

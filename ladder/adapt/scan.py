@@ -1,0 +1,296 @@
+"""Which layers bear another wiring: what each costs alone, and what growing sets of them cost.
+
+    alone   layer i under the row that is tried, all others as they are
+    grown   the n layers that hurt least: by their damage alone, or (greedy) each next one by trying all that remain
+    last    the last n layers, for comparison
+
+The cost is KL(original || rewired) in nats per token: it sees what moved, whether or not the text likes it. Perplexity
+and greedy agreement come with it. Sizes of sets are a sample of the curve; 1, half and all are always among them.
+
+A window is a row of tokens: position j reads row[0..j] and predicts row[j+1], so a row of W+1 tokens counts W times.
+All windows count alike, and standard errors take them as independent, as `ladder.hf.measures` has it.
+
+Nothing is stored: a batch of windows goes through the original and then through every set of a round, and its logits
+are dropped. The original is computed once in each round: one for the layers alone, one for all grown sets (greedy: one
+for each size). The model is rewired in place and is afterwards what it was, whatever happens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import exp, isnan
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ladder.config.lock import wiring_of
+from ladder.errors import LadderError
+from ladder.hf.layer import show
+from ladder.hf.measures import Estimate, checked_window
+from ladder.hf.wire import layers_of, refuse_settings, wire_layers
+from ladder.wiring import Out, Wiring, canonical
+from ladder.wiring import row as row_of
+
+POINTS = 8
+Progress = Callable[[int, int, str], None]  # windows done, windows in all (counted anew in each round), of what
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What it costs to wire some layers; the standard errors are None where there is but one window."""
+
+    layers: tuple[int, ...]  # in the model's order
+    wiring: str  # of the whole model: what `--wiring` takes
+    kl: float  # nats per token
+    kl_stderr: float | None
+    perplexity: float
+    perplexity_stderr: float | None
+    agreement: float  # share of positions whose likeliest token stayed
+
+
+@dataclass(frozen=True)
+class Scan:
+    """All that was measured. Layers that the model has under `row` already are not tried."""
+
+    row: str
+    wiring: Wiring  # the original's
+    original: Damage  # of no layer: its perplexity
+    tokens: int  # that were predicted
+    order: tuple[int, ...]  # of the layers, as grown sets take them
+    alone: tuple[Damage, ...]  # by layer
+    grown: tuple[Damage, ...]  # by size
+    last: tuple[Damage, ...]
+
+    def sized(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The grown set of this size, and the last layers."""
+        return tuple(sorted(self.order[:size])), tuple(sorted(self.order))[-size:]
+
+
+def scan(
+    model: Any,
+    windows: Tensor,
+    row: str = "ladder",
+    points: int = POINTS,
+    greedy: bool = False,
+    batch: int = 8,
+    progress: Progress | None = None,
+) -> Scan:
+    """Try a row of the table on a loaded model, layer by layer and in growing sets.
+
+    `windows`: [n, length] tokens. `points`: about so many sizes of sets, 0 for every size (as greedy has it). `batch`:
+    windows at a time; it changes no value.
+    """
+    if points < 0:
+        raise LadderError(f"points is {points}: it must be 0 (every size) or more")
+    probe = _Probe(model, windows, row, batch, progress)
+    layers = probe.layers
+    with _borrowed(probe.model):
+        alone = probe.measure([(layer,) for layer in layers], "layers alone")
+        order = [found.layers[0] for found in sorted(alone, key=_cost)]
+        if greedy:
+            order = _greedy(probe, order)
+        grown_sizes = sizes(len(layers), 0 if greedy else points)
+        grown = [tuple(sorted(order[:size])) for size in grown_sizes]
+        last = [layers[-size:] for size in grown_sizes]
+        found = probe.measure([*grown, *last], "growing sets")
+    sets = (tuple(some) for some in (alone, found[: len(grown)], found[len(grown) :]))
+    return Scan(probe.row, probe.own, probe.known[()], probe.tokens, tuple(order), *sets)
+
+
+def extended(
+    model: Any, windows: Tensor, found: Scan, size: int, batch: int = 8, progress: Progress | None = None
+) -> Scan:
+    """A scan with one more size on its curves."""
+    if size in (len(damage.layers) for damage in found.grown):
+        return found
+    probe = _Probe(model, windows, found.row, batch, progress)
+    with _borrowed(probe.model):
+        grown, last = probe.measure(found.sized(size), f"{size} layers")
+    return replace(found, grown=_by_size(*found.grown, grown), last=_by_size(*found.last, last))
+
+
+def _by_size(*sets: Damage) -> tuple[Damage, ...]:
+    return tuple(sorted(sets, key=lambda damage: len(damage.layers)))
+
+
+def sizes(layers: int, points: int) -> list[int]:
+    """Sizes of sets: evenly spaced, with 1 (which is known already), half and all."""
+    if not points:
+        return list(range(1, layers + 1))
+    return sorted({1, -(-layers // 2), *(-(-layers * step // points) for step in range(1, points + 1))})
+
+
+def windows_of(tokens: Sequence[int], window: int, most: int, begin: int | None = None) -> Tensor:
+    """Windows of a text, [n, window + 1]: each predicts `window` tokens, all together at most `most`.
+
+    As `ladder eval` cuts it: every window's last token is the next one's first, unless texts of the model begin with a
+    token of their own. What is left at the end is less than a window, and dropped.
+    """
+    if most < window:
+        raise LadderError(f"{most} tokens are less than a window of {window}: take more of them, or a shorter window")
+    count = min(most, len(tokens) - 1) // window
+    if count < 1:
+        raise LadderError(
+            f"the text has {len(tokens)} tokens, a window of {window} needs {window + 1}: "
+            "take a longer text, or a shorter window"
+        )
+    rows = torch.tensor(tokens[: count * window + 1], dtype=torch.long).unfold(0, window + 1, window).clone()
+    if begin is not None:
+        rows[:, 0] = begin
+    return rows
+
+
+class _Probe:
+    """A model whose wirings are tried on the same windows; what was measured is remembered."""
+
+    def __init__(self, model: Any, windows: Tensor, row: str, batch: int, progress: Progress | None) -> None:
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapping
+        if not isinstance(self.model, PreTrainedModel):
+            raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
+        config = self.model.config
+        self.own, self.row = original_wiring(config), checked_row(row)
+        self.layers = tried(self.own, self.row)
+        if windows.dim() != 2 or not len(windows) or windows.shape[1] < 2:
+            raise LadderError(f"windows must be [n, length] with at least 2 tokens each, not {list(windows.shape)}")
+        checked_window(config, windows.shape[1] - 1)
+        vocabulary = config.get_text_config().vocab_size
+        if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
+            raise LadderError(f"the text's tokens go up to {int(windows.max())}, the model has {vocabulary}")
+        if batch < 1:
+            raise LadderError(f"batch is {batch} windows: at least 1 is needed")
+        self.windows, self.batch = windows, batch
+        self.tokens = len(windows) * (windows.shape[1] - 1)
+        self.tell = progress or (lambda done, total, what: None)
+        self.known: dict[tuple[int, ...], Damage] = {}
+
+    def wiring(self, layers: tuple[int, ...]) -> Wiring:
+        return wired(self.own, layers, self.row)
+
+    def measure(self, sets: Sequence[tuple[int, ...]], what: str) -> list[Damage]:
+        """The damage of each set of layers, all of them in one round over the windows."""
+        fresh = [layers for layers in dict.fromkeys(sets) if layers not in self.known]
+        if not fresh:
+            return [self.known[layers] for layers in sets]
+        fresh = fresh if () in self.known else [(), *fresh]
+        sums: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in fresh}
+        done, total = 0, len(fresh) * len(self.windows)
+        for rows in self.windows.split(self.batch):
+            original = self._logits((), rows)
+            for layers in fresh:
+                logits = self._logits(layers, rows) if layers else original
+                sums[layers] += [
+                    _scores(*pair) for pair in zip(logits, original, rows[:, 1:].to(logits.device), strict=True)
+                ]
+                done += len(rows)
+                self.tell(done, total, what)
+            if sums.get(()) and bool(sums[()][-1].isnan().any()):
+                raise LadderError("the model's output is not finite: check its weights, or take a wider dtype")
+        for layers in fresh:
+            self.known[layers] = self._damage(layers, torch.stack(sums[layers]).cpu())
+        return [self.known[layers] for layers in sets]
+
+    def _logits(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
+        """[windows, positions, vocabulary]"""
+        wire_layers(self.model, self.wiring(layers))
+        inputs = rows[:, :-1].to(self.model.device)
+        return self.model(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def _damage(self, layers: tuple[int, ...], sums: Tensor) -> Damage:
+        counts = torch.full((len(sums),), float(self.windows.shape[1] - 1), dtype=torch.float64)
+        surprise, kl, same = (Estimate.ratio(column, counts) for column in sums.unbind(1))
+        value = exp(surprise.value) if surprise.value < 700 else surprise.value * float("inf")  # what a double holds
+        perplexity = surprise.through(lambda _: value, value)
+        figures = (kl.value, kl.stderr, perplexity.value, perplexity.stderr, same.value)
+        return Damage(layers, str(self.wiring(layers)), *figures)
+
+
+def original_wiring(config: Any) -> Wiring:
+    """The wiring of a model that can be scanned."""
+    refuse_settings(config)
+    if (staleness := getattr(config, "staleness", 1.0)) != 1.0:
+        raise LadderError(f"the model's adaptation is not finished, its staleness is {staleness}: scan it at 1")
+    wiring = wiring_of(vars(config), config.num_hidden_layers)
+    if local := sorted({name for name in wiring.layers if _is_local(name)}):
+        raise LadderError(f"the model has layers under {local[0]}, which is another function for every number of ranks")
+    return wiring
+
+
+def checked_row(name: str) -> str:
+    """A row that transformers can show the damage of."""
+    name = canonical(name)
+    if _is_local(name):
+        raise LadderError(
+            f"the damage of {name} depends on the number of ranks, and this measures on one, where it does none: "
+            "scan a row that reduces every sum, such as ladder, ladder-2 or parallel"
+        )
+    return name
+
+
+def _is_local(name: str) -> bool:
+    return any(block.out is Out.LOCAL for block in row_of(name))
+
+
+def wired(wiring: Wiring, layers: Sequence[int], row: str) -> Wiring:
+    """A wiring with these layers under another row."""
+    return Wiring(tuple(row if at in layers else name for at, name in enumerate(wiring.layers)))
+
+
+def tried(wiring: Wiring, row: str) -> tuple[int, ...]:
+    """The layers that are not under this row yet."""
+    layers = tuple(at for at, name in enumerate(wiring.layers) if name != row)
+    if not layers:
+        raise LadderError(f"every layer of the model is under {row} already: scan its original, or another row")
+    return layers
+
+
+def _greedy(probe: _Probe, rest: Sequence[int]) -> list[int]:
+    """Each next layer is the one that costs least beside those chosen before it."""
+    chosen: list[int] = []
+    left = list(rest)
+    while left:
+        trials = [tuple(sorted((*chosen, layer))) for layer in left]
+        found = probe.measure(trials, f"greedy, {len(chosen) + 1} of {len(rest)} layers")
+        costs = [_cost(damage) for damage in found]
+        chosen.append(left.pop(costs.index(min(costs))))
+    return chosen
+
+
+def _cost(damage: Damage) -> float:
+    """What is not finite costs most."""
+    return float("inf") if isnan(damage.kl) else damage.kl
+
+
+def _scores(logits: Tensor, original: Tensor, targets: Tensor) -> Tensor:
+    """Sums over one window: its tokens' surprise, KL(original || model), positions with the same likeliest token."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    model_says, original_says = (each.to(logits.device, wide).log_softmax(-1) for each in (logits, original))
+    apart = original_says.exp() * (original_says - model_says)
+    apart = apart.masked_fill(original_says.isneginf(), 0)  # what the original rules out adds nothing
+    surprise = -model_says.gather(-1, targets[:, None]).double().sum()
+    same = model_says.argmax(-1) == original_says.argmax(-1)
+    return torch.stack([surprise, apart.sum(-1).double().sum(), same.double().sum()])
+
+
+@contextmanager
+def _borrowed(model: Any) -> Iterator[None]:
+    """No gradients, no dropout, any wiring; afterwards every layer is what it was."""
+    layers = layers_of(model)
+    before = [(type(layer), dict(vars(layer))) for layer in layers]  # no tensors are copied
+    training = {module: module.training for module in model.modules()}
+    hooks = set(model.base_model._forward_hooks)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+        for layer, (own, attributes) in zip(layers, before, strict=True):
+            layer.__class__ = own
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        for key, hook in list(model.base_model._forward_hooks.items()):
+            if key not in hooks and hook is show:
+                del model.base_model._forward_hooks[key]

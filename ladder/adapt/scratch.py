@@ -1,0 +1,73 @@
+"""ladder train: a model of any wiring from nothing, on the same machinery."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
+
+from ladder.adapt import folder as place
+from ladder.adapt.loss import Weights
+from ladder.adapt.options import ScratchOptions, TrainingOptions
+from ladder.adapt.recipes import RECIPES, recipe
+from ladder.adapt.shards import Shards
+from ladder.adapt.trainer import Progress
+from ladder.adapt.work import Data, Job, save, work
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from ladder.hf.card import trained_card
+from ladder.hf.load import pretrained
+from ladder.wiring import Wiring
+
+
+def train(options: ScratchOptions, training: TrainingOptions, progress: Progress) -> dict[str, Any]:
+    """Train a model from scratch into `options.out`; returns the last evaluation. The same call continues a run."""
+    config, training = _chosen(options, training)
+    wanted = place.asked(options, training)
+    place.check(options.out, wanted)
+    shards = Shards.open(training.data)
+    wiring = Wiring.parse(options.wiring, config.layers)
+    config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,))
+    if training.window > config.context:
+        raise LadderError(f"a window of {training.window} is more than the model's context of {config.context}")
+    if options.ranks > 1:
+        config.check_degree(options.ranks)
+    if place.finished(options.out):
+        raise LadderError(f"{options.out} is finished: name a new folder")
+
+    def make(data: Data, args: Any) -> tuple[Job, Any]:
+        set_seed(training.seed)
+        model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="sdpa")
+        more = {"ranks": options.ranks} if options.ranks > 1 else {}
+        rewire(model, wiring, **more)
+
+        def finish(run: Any, folder: Path) -> None:
+            save(run, folder, getattr(torch, config.dtype))
+            if run.args.process_index == 0:
+                pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(folder)
+                text = trained_card(
+                    options.out.name, "llama", wiring, training.steps * training.batch * training.window
+                )
+                (folder / "README.md").write_text(text, encoding="utf-8")
+
+        return Job(model, Weights(0.0, 1.0), None, 0, finish), data.train
+
+    return work(options.out, wanted, training, make, progress)
+
+
+def _chosen(options: ScratchOptions, training: TrainingOptions) -> tuple[ModelConfig, TrainingOptions]:
+    if (options.size is None) == (options.recipe is None):
+        raise LadderError(f"give either --size or --recipe; recipes are {', '.join(RECIPES)}")
+    if options.recipe is not None:
+        row = recipe(options.recipe)
+        return row.config, row.filled(training)
+    assert options.size is not None
+    return ModelConfig.named(options.size), training
+
+
+def hf_config(config: ModelConfig) -> LlamaConfig:
+    """transformers' config of the same model, its weights drawn with a standard deviation of 0.02."""
+    raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype")}
+    return LlamaConfig(**raw)

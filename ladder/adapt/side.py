@@ -1,0 +1,250 @@
+"""Ladder side-tuning: a frozen model, and a small network beside it that gives back what its rewiring has cost.
+
+The model runs without gradients. The side network looks at its residual stream between the layers and runs along;
+what it answers is added to the last stream, and the model's own final norm and head make logits of that. So nothing
+is kept of the model's layers for the backward pass, which ends at the side network's gates (Ladder Side-Tuning, Sung,
+Cho, Bansal 2022, arXiv 2206.06522). The side network is a ladder network as well.
+
+It holds on to the model by hooks, which are there during a pass only: the model itself is never changed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ladder.adapt.side_layer import Pass, Shape, SideNetwork
+from ladder.config.fields import read_json
+from ladder.config.lock import unlocked, wiring_of
+from ladder.errors import LadderError
+from ladder.hf.families import family
+from ladder.hf.wire import layers_of
+from ladder.wiring import Wiring
+
+WEIGHTS, FACTS = "side.safetensors", "side.json"
+LARGEST_HEAD = 64
+_FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")  # what the families call it
+# what a config.json says besides the function that a model is: who wrote it, how it was loaded, how it is used
+_NO_MATTER = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+_NO_MATTER |= {"pad_token_id", "bos_token_id", "eos_token_id", "output_hidden_states", "output_attentions"}
+
+
+@dataclass(frozen=True)
+class SideConfig:
+    """What a side network is, whatever model it stands beside."""
+
+    reduction: int = 8  # its width is the model's divided by this, as whole heads
+    every: int = 1  # it reads every so many layers of the model, the last one always, and has a layer for each
+    wiring: str = "ladder"  # its own
+
+    def __post_init__(self) -> None:
+        for name in ("reduction", "every"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LadderError(f"{name} of a side network must be a whole number from 1, not {value!r}")
+        if not isinstance(self.wiring, str):
+            raise LadderError(f"wiring of a side network must be a text such as 'ladder', not {self.wiring!r}")
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> "SideConfig":
+        """From a file's content."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(raw) - set(known)):
+            raise LadderError(f"unknown key {unknown[0]!r} of a side network: known are {', '.join(known)}")
+        return cls(**raw)
+
+    def reads(self, layers: int) -> list[int]:
+        """Which of a model's layers are read, in order."""
+        return list(range(layers - 1, -1, -self.every))[::-1]
+
+    def shape(self, config: Any) -> Shape:
+        """Beside a model of this config."""
+        hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+        head = min(getattr(config, "head_dim", None) or hidden // heads, LARGEST_HEAD) // 2 * 2  # rotary needs pairs
+        if head < 2:
+            raise LadderError(f"a model of width {hidden} with {heads} heads is too small for a side network")
+        width = max(1, round(hidden / self.reduction / head)) * head
+        return Shape(hidden, width, head, len(self.reads(config.num_hidden_layers)))
+
+
+class SideModel(nn.Module):
+    """A model and the network beside it, to be used as the model is: trained, measured, generated with.
+
+    Only the side network's parameters are this module's own: an optimizer, a checkpoint, DDP see nothing else. The
+    backbone is frozen, without dropout, and goes wherever this module goes.
+    """
+
+    def __init__(self, backbone: Any, config: SideConfig | None = None, dtype: torch.dtype | None = None) -> None:
+        """`dtype` of the side network's parameters: None for float32, which compute in the backbone's by autocast; or
+        the backbone's own.
+        """
+        super().__init__()
+        if not isinstance(backbone, PreTrainedModel) or backbone.get_output_embeddings() is None:
+            raise LadderError(f"a side network needs a causal model of transformers, not {type(backbone).__name__}")
+        config, host = config or SideConfig(), backbone.config
+        family(host.model_type)
+        _final_norm(backbone)
+        shape = config.shape(host)
+        wide = torch.promote_types(backbone.dtype, torch.float32)
+        if dtype not in (None, wide, backbone.dtype):
+            raise LadderError(f"a side network beside {backbone.dtype} must be that or {wide}, not {dtype}")
+        self.side_config = config
+        self.network = SideNetwork(shape, Wiring.parse(config.wiring, shape.layers))
+        self.network.to(device=backbone.device, dtype=dtype or wide)
+        self._held = (backbone.eval().requires_grad_(False),)  # in a tuple, where a module finds no modules
+
+    @property
+    def backbone(self) -> Any:
+        return self._held[0]
+
+    @property
+    def config(self) -> Any:
+        """The backbone's."""
+        return self.backbone.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.gates.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The backbone's: that of the logits."""
+        return self.backbone.dtype  # type: ignore[no-any-return]
+
+    @property
+    def name_or_path(self) -> str:
+        return str(self.backbone.name_or_path)
+
+    def trainable(self) -> int:
+        """Number of the side network's parameters."""
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+    def get_base_model(self) -> Any:
+        """What `rewire` and `restale` ask for, as they ask PEFT."""
+        return self.backbone
+
+    def tie_weights(self) -> None:
+        """lm-eval asks every model to; the backbone's are tied since it was loaded."""
+
+    def train(self, mode: bool = True) -> "SideModel":
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SideModel":
+        """What `to`, `cuda`, `half` come down to."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.backbone._apply(fn)
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **more: Any,
+    ) -> Any:
+        """As the backbone's, without a cache: `loss` where there are `labels`, and `logits`."""
+        more["use_cache"] = False
+        with self._attached(torch.is_grad_enabled()), torch.no_grad():
+            return self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **more)
+
+    def generate(self, *arguments: Any, **named: Any) -> Any:
+        """As the backbone's; every token computes all those before it, since neither of the two keeps a cache."""
+        with self._attached(False), torch.no_grad():
+            return self.backbone.generate(*arguments, **{**named, "use_cache": False})
+
+    @contextmanager
+    def _attached(self, grad: bool) -> Iterator[None]:
+        """Between here and its end the backbone's passes are passes of both."""
+        step, backbone = Pass(self.network, backbone_dtype=self.dtype, grad=grad), self.backbone
+        layers = layers_of(backbone)
+        handles = [
+            backbone.register_forward_pre_hook(step.begin, with_kwargs=True),
+            layers[0].register_forward_pre_hook(step.embedded),
+            _final_norm(backbone).register_forward_pre_hook(step.end),
+        ]
+        handles += [layers[index].register_forward_hook(step.layer) for index in self.side_config.reads(len(layers))]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the side network, not the backbone. Each file appears under its name only when it is whole; one that
+        does not belong to the other is found when they are loaded.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{WEIGHTS}.partial"
+        save_file({name: each.contiguous() for name, each in self.network.state_dict().items()}, partial)
+        partial.chmod(0o644)  # safetensors creates it for its owner alone
+        facts = {"side": asdict(self.side_config), "backbone": _facts(self.backbone), "weights": _sha256(partial)}
+        os.replace(partial, folder / WEIGHTS)
+        partial = folder / f"{FACTS}.partial"
+        partial.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(partial, folder / FACTS)
+
+    @classmethod
+    def load(cls, folder: str | Path, backbone: Any, dtype: torch.dtype | None = None) -> "SideModel":
+        """What `save` has written, beside the backbone that it was trained with."""
+        file, facts = Path(folder) / WEIGHTS, read_json(Path(folder) / FACTS)
+        parts = {"side": dict, "backbone": dict, "weights": str}
+        for key, kind in parts.items():
+            if not isinstance(facts.get(key), kind):
+                raise LadderError(f"{Path(folder) / FACTS} is damaged: it has no {key!r}")
+        if unknown := sorted(set(facts) - set(parts)):
+            raise LadderError(f"{Path(folder) / FACTS} has the unknown key {unknown[0]!r}")
+        config = SideConfig.of(facts["side"])
+        if not isinstance(backbone, PreTrainedModel):
+            raise LadderError(f"a side network needs a causal model of transformers, not {type(backbone).__name__}")
+        theirs, ours = facts["backbone"], _facts(backbone)
+        if theirs.get("config_sha256") != ours["config_sha256"]:
+            both = [f"{each.get('model_type')} wired {each.get('wiring')!r}" for each in (theirs, ours)]
+            raise LadderError(
+                f"the side network in {folder} was trained beside {theirs.get('name')!r} ({both[0]}); the config of "
+                f"{ours['name']!r} ({both[1]}) is another: load it with its own backbone"
+            )
+        if not file.is_file():
+            raise LadderError(f"no such file: {file}")
+        if _sha256(file) != facts["weights"]:
+            raise LadderError(f"{file} is damaged: it is not what {FACTS} was written with; save it anew")
+        model = cls(backbone, config, dtype)
+        try:
+            model.network.load_state_dict(load_file(file))
+        except (SafetensorError, RuntimeError) as error:
+            raise LadderError(f"{file} is of another side network: {' '.join(str(error).split())[:300]}") from None
+        return model
+
+
+def _final_norm(backbone: Any) -> nn.Module:
+    for name in _FINAL_NORMS:
+        if hasattr(backbone.base_model, name):
+            return getattr(backbone.base_model, name)  # type: ignore[no-any-return]
+    raise LadderError(f"{type(backbone).__name__} has no final norm by the names {', '.join(_FINAL_NORMS)}")
+
+
+def _facts(backbone: Any) -> dict[str, str]:
+    """Who a backbone is; its function is all in its config, but for the weights."""
+    raw = unlocked(json.loads(backbone.config.to_json_string()))
+    wiring = wiring_of(raw, backbone.config.num_hidden_layers)
+    kept = {key: value for key, value in raw.items() if key not in _NO_MATTER}
+    text = json.dumps({**kept, "wiring": str(wiring), "ladder_layers": None}, sort_keys=True)
+    found = {"name": str(backbone.name_or_path), "model_type": str(raw.get("model_type")), "wiring": str(wiring)}
+    return {**found, "config_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

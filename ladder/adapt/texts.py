@@ -1,0 +1,195 @@
+"""From texts to shards of tokens, by a model's tokenizer or by a new one.
+
+A very long document is tokenized piece by piece. The ids are those of the whole where the tokenizer begins a word
+behind a line end, as byte-level ones do; one that writes a space before every text writes it before every piece.
+What looks like one of the tokenizer's special tokens becomes that token, as it does in a prompt.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ladder.adapt.documents import Piece, check_files, documents
+from ladder.adapt.shards import TOKENIZER, Shards, Writer
+from ladder.errors import LadderError
+from ladder.hf.load import pretrained, quiet  # ladder.hf also teaches AutoTokenizer what a wired checkpoint is
+
+END = "<|end|>"  # of a text, for tokenizers that are trained here
+BYTES = 256  # words that a byte-level tokenizer cannot do without
+LARGEST = 1 << 20  # words of a tokenizer that is trained here
+SAMPLE = 64 << 20  # bytes of text that it is trained on, at most
+SHARD = 1 << 27  # tokens of a shard
+BATCH = 1 << 22  # characters that are tokenized at a time, on all cores
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def tokenize(
+    files: Sequence[Path],
+    out: Path,
+    tokenizer: Any = None,
+    vocab: int | None = None,
+    *,
+    shard_tokens: int = SHARD,
+    field: str = "text",
+    progress: Progress | None = None,
+) -> Shards:
+    """Write the folder `out` from `files`, by a tokenizer (a directory, a hub id, or one in memory), or by a new one of
+    `vocab` words that is trained on the beginning of each file. The folder has its name only when it is complete.
+    """
+    files, out = [Path(file) for file in files], Path(out).resolve()
+    if (tokenizer is None) == (vocab is None):
+        raise LadderError("name either a tokenizer (--tokenizer DIR) or the size of a new one (--vocab N)")
+    if shard_tokens < 1:
+        raise LadderError(f"shards of {shard_tokens} tokens: at least 1 is needed (--shard-tokens)")
+    if vocab is not None and not BYTES < vocab <= LARGEST:
+        raise LadderError(f"a vocabulary of {vocab}: {BYTES + 1} (all bytes and {END}) to {LARGEST} are possible")
+    check_files(files, field)
+    _check_out(out)
+    words = train_tokenizer(files, vocab, field) if vocab is not None else load_tokenizer(tokenizer)
+    if words.eos_token_id is None:
+        raise LadderError(
+            f"the tokenizer {tokenizer} has no end-of-text token (eos): take another, or train one (--vocab)"
+        )
+    with _new_folder(out) as folder:
+        words.save_pretrained(folder / TOKENIZER)
+        with Writer(folder, max(words.get_vocab().values()) + 1, shard_tokens) as writer:
+            counts = _write(writer, files, field, words, progress or (lambda done, total: None))
+            writer.finish(words.eos_token_id, fingerprint(words), *counts)
+        if out.exists():
+            out.rmdir()  # empty, as was seen
+        folder.rename(out)
+    return Shards.open(out)
+
+
+def _write(writer: Writer, files: Sequence[Path], field: str, words: Any, progress: Progress) -> tuple[int, int]:
+    """Every document and its end; returns how many there are, and of how many bytes."""
+    backend = Tokenizer.from_str(words.backend_tokenizer.to_str())  # a copy
+    backend.no_truncation()
+    backend.no_padding()
+    total, ends, size = sum(file.stat().st_size for file in files), 0, 0
+    for pieces in _batches(documents(files, field)):
+        found = backend.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        for piece, encoding in zip(pieces, found, strict=True):
+            writer.add([*encoding.ids, words.eos_token_id] if piece.last else encoding.ids)
+            ends += piece.last
+            size += len(piece.text.encode())
+        progress(min(pieces[-1].at, total), total)
+    progress(total, total)
+    return ends, size
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch, size = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text) + 64  # what a piece costs besides
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(tokenizer: Any) -> Any:
+    """A fast one, from a directory, from the hub by org/name, or as it is."""
+    if isinstance(tokenizer, str | Path):
+        name = str(tokenizer)
+        if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+            raise LadderError(f"no such tokenizer directory: {name[:200]}; one of the hub is named as in org/name")
+        with quiet():
+            tokenizer = pretrained(AutoTokenizer, name)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise LadderError(
+            f"{type(tokenizer).__name__} has no fast form (tokenizer.json): take a tokenizer that has one"
+        )
+    return tokenizer
+
+
+def train_tokenizer(files: Sequence[Path], vocab: int, field: str = "text", sample: int = SAMPLE) -> Any:
+    """A byte-level BPE of at most `vocab` words (a small text has no more), trained on the beginning of each file, as
+    much of it as its share in all. Its word 0 is the end, the beginning and the padding of texts.
+    """
+    sizes = {file: file.stat().st_size for file in files}
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    shares = {file: sample * size // sum(sizes.values()) + 1 for file, size in sizes.items()}
+    texts = (text for file, share in shares.items() for text in _beginning(file, field, share))
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, bos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+
+
+def _beginning(file: Path, field: str, most: int) -> Iterator[str]:
+    """A file's pieces until there are `most` bytes of text."""
+    for piece in documents([file], field):
+        yield piece.text
+        most -= len(piece.text.encode())
+        if most <= 0:
+            return
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Of all that decides which ids a text gets, and of nothing else: two that agree tokenize alike."""
+    raw = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = raw["model"]
+    if "merges" in model:  # written as "a b" or as ["a", "b"]
+        model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    deciding = {name: raw.get(name) for name in ("normalizer", "pre_tokenizer", "model")}
+    deciding["added_tokens"] = [
+        {name: value for name, value in token.items() if name != "special"}
+        for token in sorted(raw.get("added_tokens") or [], key=lambda token: int(token["id"]))
+    ]
+    text = json.dumps(_plain(deciding), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Without what is off or unset, which some versions write and others do not, and what only concerns offsets."""
+    if isinstance(value, dict):
+        kept = {key: _plain(entry) for key, entry in value.items() if key != "trim_offsets"}
+        return {key: entry for key, entry in kept.items() if entry is not None and entry is not False}
+    return [_plain(entry) for entry in value] if isinstance(value, list) else value
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+
+
+def _check_out(out: Path) -> None:
+    above = next(path for path in (out, *out.parents) if path.exists())
+    if not above.is_dir():
+        raise LadderError(f"{out} cannot be made: {above} is a file")
+    if above == out and any(out.iterdir()):
+        raise LadderError(f"{out} is there already: name a new folder")
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that is gone afterwards, unless it was given its name."""
+    folder = out.with_name(out.name + ".partial")
+    if folder.exists():
+        raise LadderError(f"{folder} is there already, left by a run that was killed or is still at work: remove it")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,215 @@
+"""transformers' Trainer, taught to distill, to move the staleness, and to leave nothing half written."""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ladder.adapt.flops import operations, peak
+from ladder.adapt.loss import Weights, distance, next_tokens, piece
+from ladder.adapt.options import TrainingOptions
+from ladder.adapt.teacher import Teacher
+from ladder.hf import restale
+
+COMPLETE = "complete"  # a file in a checkpoint that all ranks have written
+Progress = Callable[[int, int, str], None]
+
+
+def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
+    """The options in transformers' words. Joins the ranks of torchrun, if it was torchrun that started this process."""
+    on_gpu, steps = options.place == "cuda", options.steps
+    names = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+    made = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, learning_rate=options.lr, weight_decay=options.weight_decay,
+        adam_beta2=options.beta2, max_grad_norm=options.clip, lr_scheduler_type=names[options.schedule],
+        lr_scheduler_kwargs={"min_lr_rate": 0.1} if options.schedule == "cosine" else None,
+        warmup_steps=math.ceil(options.warmup * steps), seed=options.seed, data_seed=options.seed,
+        bf16=options.precision == "bfloat16", tf32=True if on_gpu else None, use_cpu=not on_gpu,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch", gradient_checkpointing=options.recompute,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if options.recompute else None,
+        fsdp=options.fsdp or None, fsdp_config={"version": 2} if options.fsdp else None,
+        logging_steps=options.log_every, logging_nan_inf_filter=False, save_steps=options.save_steps,
+        eval_strategy="steps", eval_steps=options.eval_every or max(1, steps // 10), report_to=[], disable_tqdm=True,
+        remove_unused_columns=False, dataloader_num_workers=2 if on_gpu else 0, dataloader_pin_memory=on_gpu,
+        dataloader_drop_last=True, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    micro, times = options.rows_at_a_time(made.world_size)
+    made.per_device_train_batch_size, made.gradient_accumulation_steps = micro, times
+    made.per_device_eval_batch_size = micro
+    return made
+
+
+class Run(Trainer):  # type: ignore[misc]
+    """One run. Without a teacher the model learns from the text alone."""
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        train: Any,
+        valid: Any,
+        weights: Weights,
+        teacher: Teacher | None,
+        options: TrainingOptions,
+        stale_steps: int,
+        progress: Progress,
+    ) -> None:
+        super().__init__(model=model, args=args, train_dataset=train, eval_dataset=valid)
+        self.model_accepts_loss_kwargs = False  # rows are of one length: a mean of means is the mean
+        for noise in (PrinterCallback, ProgressCallback):
+            self.remove_callback(noise)
+        self._weights, self._teacher, self._options = weights, teacher, options
+        self._work = torch.compile(piece, dynamic=False) if options.compiled else piece
+        self._stale_steps = stale_steps
+        self.add_callback(_Log(self, Path(args.output_dir).parent / "log.jsonl", progress))
+        self.add_callback(_Staleness(self))
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
+        teacher = self._teacher.answers(inputs) if self._teacher is not None and self._weights.kl else None
+        loss = distance(logits, teacher, next_tokens(inputs["labels"]).flatten(), self._weights, self._work)
+        return (loss, None) if return_outputs else loss
+
+    def staleness(self) -> float | None:
+        """At this step: from what the model was, 0, to its wiring, 1. None: it is not moved."""
+        return min(1.0, self.state.global_step / self._stale_steps) if self._stale_steps else None
+
+    def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+        """Nats per token of the text, and with a teacher in memory KL and agreement, over the validation windows; under
+        the wiring itself, however stale the model is made at this step.
+        """
+        model, ranks = self.model_wrapped, self.args.world_size
+        model.eval()
+        if self._stale_steps:
+            restale(self.model, 1.0)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
+        size = self.args.per_device_eval_batch_size
+        each = len(self.eval_dataset) // ranks  # as many on every rank: a sharded model's passes are made together
+        mine = range(self.args.process_index * each, (self.args.process_index + 1) * each)
+        for at in range(0, each, size):
+            rows = [self.eval_dataset[index] for index in mine[at : at + size]]
+            inputs = {name: torch.stack([row[name] for row in rows]).to(self.args.device) for name in rows[0]}
+            with torch.no_grad(), self.compute_loss_context_manager():
+                sums += self._measured(model, inputs)
+        sums = self.accelerator.reduce(sums, "sum")
+        nats, counted, far, agree = sums.tolist()
+        found = {"eval_loss": nats / counted, "eval_perplexity": math.exp(min(nats / counted, 700))}
+        if self._sees_teacher:
+            tokens = ranks * each * len(self.eval_dataset[0]["input_ids"])
+            found |= {"eval_kl": far / tokens, "eval_agreement": agree / tokens}
+        if (now := self.staleness()) is not None:
+            restale(self.model, now)
+        self.log(found)
+        return found
+
+    @property
+    def _sees_teacher(self) -> bool:
+        return hasattr(self._teacher, "_model")
+
+    def _measured(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Sums over a batch: nats, targets, KL, tokens whose likeliest successor is the teacher's."""
+        logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
+        targets = next_tokens(inputs["labels"]).flatten()
+        counted = (targets >= 0).sum()
+        nats = distance(logits, None, targets, Weights(0.0, 1.0)) * counted
+        far = agree = nats.new_zeros(())
+        if self._teacher is not None and self._sees_teacher:
+            said = self._teacher.answers(inputs)
+            assert isinstance(said, Tensor)
+            far = distance(logits, said, targets, Weights(1.0, 0.0)) * len(logits)
+            agree = (logits.argmax(-1) == said.argmax(-1)).sum()
+        return torch.stack([nats.double(), counted.double(), far.double(), agree.double()])
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Older checkpoints go only when all ranks have written all of the new one."""
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            folder = Path(self.args.output_dir)
+            with (folder / f"checkpoint-{self.state.global_step}" / COMPLETE).open("w") as file:
+                os.fsync(file.fileno())
+            for old in complete(folder)[: -self._options.keep]:
+                shutil.rmtree(old)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints that can be gone on from, oldest first."""
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+class _Staleness(TrainerCallback):  # type: ignore[misc]
+    """Moves it with every step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        if (now := self._run.staleness()) is not None:
+            restale(model, now)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        if self._run.staleness() is not None:
+            restale(model, 1.0)
+
+
+class _Log(TrainerCallback):  # type: ignore[misc]
+    """Every line in log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
+
+    def __init__(self, run: Run, file: Path, progress: Progress) -> None:
+        self._run, self._file, self._progress = run, file, progress
+        self._last = (0, 0.0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        self._operations = operations(model, self._run._options.window)
+        self._peak = peak(args.device)
+        self._last = (state.global_step, time.perf_counter())
+        if args.should_save:
+            self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
+        line = state.log_history[-1]
+        line["tokens"] = state.global_step * self._run._options.batch * self._run._options.window
+        if "loss" in line:
+            line |= self._speed(state.global_step, args.world_size)
+            if (now := self._run.staleness()) is not None:
+                line["staleness"] = round(now, 4)
+        if args.should_save:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        self._progress(state.global_step, state.max_steps, _told(line))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._progress(state.global_step, state.max_steps, "")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._last = (state.global_step, time.perf_counter())  # what an evaluation takes is not training
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._last = (state.global_step, time.perf_counter())
+
+    def _speed(self, step: int, ranks: int) -> dict[str, float]:
+        before, self._last = self._last, (step, time.perf_counter())
+        seconds = max(1e-9, self._last[1] - before[1])
+        speed = (step - before[0]) * self._run._options.batch * self._run._options.window / seconds
+        more = {} if self._peak is None else {"mfu": round(speed * self._operations / (self._peak * ranks), 4)}
+        return {"tokens_per_s": round(speed, 1), **more}
+
+
+def _told(line: dict[str, Any]) -> str:
+    """A line of the log as a progress bar shows it."""
+    if "loss" not in line:
+        return f"valid {line['eval_loss']:.4f}" if "eval_loss" in line else ""
+    share = f", MFU {line['mfu']:.0%}" if "mfu" in line else ""
+    return f"loss {line['loss']:.4f}, {line['tokens_per_s'] / 1e3:.1f}k tokens/s{share}"

@@ -1,0 +1,117 @@
+"""What every run does: open its data, go on where it was stopped, train, and leave a model behind."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladder.adapt import folder as place
+from ladder.adapt.loss import Weights
+from ladder.adapt.options import TrainingOptions
+from ladder.adapt.shards import Shards, Windows
+from ladder.adapt.teacher import Teacher
+from ladder.adapt.trainer import Progress, Run, arguments, complete
+from ladder.errors import LadderError
+from ladder.hf.load import quiet
+from ladder.hf.wire import layers_of
+
+
+@dataclass(frozen=True)
+class Data:
+    """Windows to train on and to evaluate on."""
+
+    shards: Shards
+    train: Windows
+    valid: Windows
+
+    @classmethod
+    def open(cls, options: TrainingOptions, ranks: int) -> "Data":
+        shards = Shards.open(options.data)
+        rows = max(ranks, options.eval_tokens // options.window)
+        whole = len(Windows(shards, options.window))
+        if options.valid is None:
+            rows = max(ranks, min(rows, whole // 100))
+            kept = whole - rows
+            if kept < options.batch:
+                raise LadderError(
+                    f"{options.data} has {shards.tokens} tokens: a step needs {options.batch * options.window}, and an "
+                    f"evaluation {rows * options.window} of them; give more data, or a smaller --batch or --window"
+                )
+            valid = Windows(shards, options.window, skip=kept, limit=rows)
+        else:
+            other = Shards.open(options.valid)
+            other.check_tokenizer(shards.fingerprint, str(options.data))
+            valid = Windows(other, options.window, limit=rows)
+            if len(valid) < ranks:
+                raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.window} are needed")
+            kept = whole
+        if kept < options.batch:
+            raise LadderError(
+                f"{options.data} has {shards.tokens} tokens, a step needs {options.batch * options.window}: give more "
+                "data, or a smaller --batch or --window"
+            )
+        # whole steps only: an epoch's last one would be a smaller one
+        return cls(shards, Windows(shards, options.window, limit=kept // options.batch * options.batch), valid)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a verb wants trained."""
+
+    model: Any
+    weights: Weights
+    teacher: Teacher | None
+    stale_steps: int
+    finish: Callable[[Any, Path], None]  # writes the trained model into a folder
+
+
+def work(
+    out: Path,
+    wanted: dict[str, Any],
+    options: TrainingOptions,
+    make: Callable[[Any, Any], tuple[Job, Any]],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train what `make(data, arguments)` answers, a job and its training windows; returns the last evaluation, and
+    whether this is the rank that tells it.
+    """
+    with quiet():
+        args = arguments(options, out / place.CHECKPOINTS)
+        data = Data.open(options, args.world_size)
+        if args.process_index == 0:
+            place.begin(out, wanted)
+        job, train = make(data, args)
+        if options.compiled:
+            for layer in layers_of(_inner(job.model)):
+                layer.compile(dynamic=False)
+        run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.stale_steps, progress)
+        found = complete(out / place.CHECKPOINTS)
+        run.train(resume_from_checkpoint=str(found[-1]) if found else None)
+        last = run.evaluate()
+        final = out / place.FINAL
+        job.finish(run, final)
+        run.accelerator.wait_for_everyone()
+        if args.process_index == 0:
+            place.finish(out)
+    return {"main": args.process_index == 0, **last}
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def save(run: Run, folder: Path, dtype: torch.dtype) -> None:
+    """All weights in `dtype`, by rank 0, wherever they are sharded."""
+    state = run.accelerator.get_state_dict(run.model_wrapped)
+    if run.args.process_index == 0:
+        trained = _inner(run.accelerator.unwrap_model(run.model_wrapped))
+        with torch.device("meta"):
+            model = type(trained)(trained.config)
+        state = {
+            name: value.to("cpu", dtype if value.is_floating_point() else value.dtype) for name, value in state.items()
+        }
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+        model.save_pretrained(folder)

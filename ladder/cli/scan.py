@@ -1,0 +1,228 @@
+"""`ladder scan`: which layers of a model bear another wiring."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from ladder.cli.verbs import steps_bar, verb
+from ladder.engine.options import argument, option
+from ladder.errors import LadderError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ladder.adapt.propose import Predictor, Proposal
+    from ladder.adapt.scan import Damage, Scan
+
+CHARACTERS = 64  # of a text for each token that is wanted: more than any text needs, and less than a library of it
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """What is tried, on what, and what is wanted of the result."""
+
+    data: Path = field(metadata={"help": "A text file to measure on."})
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name; as it is: the original.")
+    wiring: str = option("ladder", "The row to try on the layers, as in ladder, ladder-2 or parallel.")
+    tokens: int = option(32_768, "Predict the first so many tokens of the text.")
+    window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
+    batch: int = option(8, "Windows at a time.")
+    points: int = option(8, "About so many sizes of sets; 0 for every size.")
+    greedy: bool = option(False, "Choose each next layer by trying all that remain: slow, for small models.")
+    budget: float | None = option(None, "Propose the largest set with at most this KL, in nats per token.")
+    speed: float | None = option(None, "Propose the smallest set that makes tokens so many times as fast as standard.")
+    chip: str = option("h100", "For --speed: a chip as in ladder plan.")
+    tp: int = option(8, "For --speed: ranks that share the model.")
+    link: str = option("nvlink_nccl", "For --speed: a link's name, or alpha,beta as in 50us,10GB/s.")
+    requests: int = option(1, "For --speed: requests at a time (--batch of ladder plan).")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    plot: Path | None = option(None, "A file for the picture, as in scan.png.")
+    json: bool = option(False, "One JSON line per measurement instead of the tables.")
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("batch", 1), ("points", 0)):
+            if getattr(self, name) < least:
+                raise LadderError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        if self.plot is not None and not self.plot.absolute().parent.is_dir():
+            raise LadderError(f"{self.plot} cannot be written: there is no folder {self.plot.parent}")
+        if self.plot is not None and self.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise LadderError(f"{self.plot} is no picture's name: let it end with .png, .pdf or .svg")
+
+
+@verb(ScanOptions)
+def scan(options: ScanOptions) -> None:
+    """Find the layers that bear another wiring best: damage of each alone, of growing sets, and a set to adapt."""
+    from ladder.adapt.propose import propose
+    from ladder.adapt.scan_plot import draw
+    from ladder.bench.lanes import plotting
+
+    pyplot = None if options.plot is None else plotting()
+    found, predictor = _measured(options)
+    proposal, refused = None, None
+    if options.budget is not None or options.speed is not None:
+        try:
+            proposal = propose(found, options.budget, options.speed, predictor)
+        except LadderError as error:  # what was measured is shown all the same
+            refused = error
+    if options.json:
+        for line in _lines(options.model, found, proposal):
+            typer.echo(json.dumps(line))
+    else:
+        _print(options.model, found, predictor)
+        if proposal is not None:
+            typer.echo(_told(proposal))
+    if pyplot is not None and options.plot is not None:
+        draw(pyplot, found, options.plot, Path(options.model).name, options.budget, proposal)
+        typer.echo(f"wrote {options.plot}", err=options.json)
+    if refused is not None:
+        raise refused
+
+
+def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
+    """All input is checked before a weight is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ladder.adapt.propose import check_reach, check_wishes, size_for
+    from ladder.adapt.scan import checked_row, extended, original_wiring, scan, tried
+    from ladder.config import DTYPES
+    from ladder.engine.requests import device
+    from ladder.hf.load import pretrained, quiet
+
+    check_wishes(options.budget, options.speed)
+    row = checked_row(options.wiring)
+    if options.dtype not in ("auto", *DTYPES):
+        raise LadderError(f"unknown dtype {options.dtype!r}: known are auto, {', '.join(DTYPES)}")
+    device(options.device)
+    with quiet(), steps_bar("loading") as progress:
+        config = pretrained(AutoConfig, options.model)
+        own = original_wiring(config)
+        layers = tried(own, row)
+        windows = _windows(options, config)
+        predictor = _predictor(options, config)
+        if options.speed is not None and predictor is not None:
+            check_reach(options.speed, own, layers, row, predictor)
+        model = pretrained(AutoModelForCausalLM, options.model, dtype=options.dtype).to(options.device)
+        found = scan(model, windows, row, options.points, options.greedy, options.batch, progress)
+        if options.speed is not None and predictor is not None:
+            size = size_for(found, options.speed, predictor)
+            found = extended(model, windows, found, size, options.batch, progress)
+    return found, predictor
+
+
+def _windows(options: ScanOptions, config: Any) -> "Tensor":
+    """The text as this model's tokens."""
+    from transformers import AutoTokenizer
+
+    from ladder.adapt.scan import windows_of
+    from ladder.hf.load import pretrained
+    from ladder.hf.measures import begin_of, checked_window, read
+
+    window = checked_window(config, options.window)
+    words = read(options.data)[: CHARACTERS * (options.tokens + 1)]
+    tokenizer = pretrained(AutoTokenizer, options.model)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= config.vocab_size:
+        raise LadderError(f"{options.model}: the tokenizer's ids go up to {largest}, the model has {config.vocab_size}")
+    return windows_of(list(tokenizer(words)["input_ids"]), window, options.tokens, begin_of(tokenizer))
+
+
+def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":
+    from ladder.adapt.propose import Machine
+    from ladder.config import ModelConfig
+
+    if options.speed is None:
+        return None
+    try:
+        known = ModelConfig.from_hf(config.to_dict())
+    except LadderError as error:
+        raise LadderError(f"the speed of {options.model} cannot be predicted: {error}") from None
+    return Machine(options.chip, options.tp, options.link, options.requests).predictor(known)
+
+
+def _lines(model: str, found: "Scan", proposal: "Proposal | None") -> Iterator[dict[str, Any]]:
+    """One per measurement; figures that are not finite are null."""
+    about = {"model": model, "tokens": found.tokens, "original_perplexity": _finite(found.original.perplexity)}
+    for kind, sets in (("alone", found.alone), ("grown", found.grown), ("last", found.last)):
+        for damage in sets:
+            yield {"kind": kind, **_figures(damage), **about}
+    if proposal is not None:
+        wish = {"budget": proposal.budget, "over_budget": _finite(proposal.over), "speed": proposal.speed}
+        yield {
+            "kind": "proposal",
+            **_figures(proposal.damage),
+            **about,
+            **wish,
+            "predicted_speed": proposal.predicted,
+        }
+
+
+def _figures(damage: "Damage") -> dict[str, Any]:
+    return {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(damage).items()}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def _print(model: str, found: "Scan", predictor: "Predictor | None") -> None:
+    from ladder.hf.measures import shown
+
+    console = Console()
+    console.width = max(console.width, 110)  # figures that are cut off are none
+    first = found.original
+    typer.echo(
+        f"{Path(model).name}, {first.wiring}: perplexity {shown(first.perplexity, first.perplexity_stderr)} on "
+        f"{found.tokens} tokens; KL is to this original, in nats per token, before any training"
+    )
+    heads = ("layer", "KL", "perplexity", "same token")
+    table = Table(
+        *(Column(head, justify="right", no_wrap=True) for head in heads),
+        box=SIMPLE_HEAD,
+        title=f"{found.row}, one layer",
+    )
+    for damage in found.alone:
+        table.add_row(str(damage.layers[0]), *_cells(damage))
+    console.print(table)
+    _print_sets(console, found, predictor)
+
+
+def _print_sets(console: Console, found: "Scan", predictor: "Predictor | None") -> None:
+    from ladder.wiring import Wiring
+
+    heads = ["layers", "KL, least damage first", "perplexity", "KL, last n", "perplexity"]
+    heads += [] if predictor is None else ["times as fast"]
+    table = Table(
+        *(Column(head, justify="right", no_wrap=True) for head in heads), box=SIMPLE_HEAD, title="growing sets"
+    )
+    for grown, last in zip(found.grown, found.last, strict=True):
+        cells = [*_cells(grown)[:2], *_cells(last)[:2]]
+        if predictor is not None:
+            cells.append(f"{predictor(Wiring.parse(grown.wiring, len(found.wiring.layers))):.3f}")
+        table.add_row(str(len(grown.layers)), *cells)
+    console.print(table)
+
+
+def _cells(damage: "Damage") -> list[str]:
+    from ladder.hf.measures import shown
+
+    pairs = ((damage.kl, damage.kl_stderr), (damage.perplexity, damage.perplexity_stderr))
+    return [*(shown(value, _finite(error)) for value, error in pairs), f"{damage.agreement:.1%}"]
+
+
+def _told(proposal: "Proposal") -> str:
+    damage = proposal.damage
+    lines = [f"proposed: {len(damage.layers)} layers, KL {damage.kl:.4g}, perplexity {damage.perplexity:.5g}"]
+    if proposal.predicted is not None:
+        lines[0] += f", predicted to be {proposal.predicted:.3f} times as fast as standard"
+    if proposal.budget is not None and proposal.over:
+        lines.append(f"the budget of {proposal.budget:g} is missed by {proposal.over:.4g} nats per token")
+    return "\n".join([*lines, f'--wiring "{damage.wiring}"'])

@@ -1,0 +1,37 @@
+"""`ladder adapt` and `ladder train`: models that learn."""
+
+from typing import Any
+
+import typer
+
+from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.cli.verbs import steps_bar, verb
+
+
+@verb(AdaptOptions, TrainingOptions)
+def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
+    """Retrain a model under another wiring by self-distillation, until it is what it was. Continues a run that was
+    stopped; under torchrun on as many GPUs and machines as it is given.
+    """
+    from ladder.adapt.distill import adapt
+
+    with steps_bar("loading") as progress:
+        found = adapt(options, training, progress)
+    _tell(found, f"wrote {options.out}")
+
+
+@verb(ScratchOptions, TrainingOptions)
+def train(options: ScratchOptions, training: TrainingOptions) -> None:
+    """Train a model of any wiring from scratch."""
+    from ladder.adapt.scratch import train
+
+    with steps_bar("loading") as progress:
+        found = train(options, training, progress)
+    _tell(found, f"wrote {options.out}")
+
+
+def _tell(found: dict[str, Any], done: str) -> None:
+    """The last evaluation, once: torchrun starts this on every rank."""
+    if found.pop("main"):
+        figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in found.items())
+        typer.echo(f"{done}: {figures}")

@@ -1,0 +1,77 @@
+"""The loss of distillation, and its gradient, against autograd over the formula."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ladder.adapt import loss as module
+from ladder.adapt.loss import Top, Weights, distance, next_tokens, top
+
+ROWS, VOCABULARY = 14, 37
+
+
+def logits(seed: int) -> Tensor:
+    return 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def targets() -> Tensor:
+    tokens = torch.randint(0, VOCABULARY, (2, ROWS // 2), generator=torch.Generator().manual_seed(5))
+    return next_tokens(tokens).flatten()
+
+
+def naive(student: Tensor, teacher: Tensor | Top | None, weights: Weights) -> Tensor:
+    """The formula, outcome by outcome."""
+    ours = student.log_softmax(-1)
+    loss = weights.lm * F.cross_entropy(student, targets(), ignore_index=-100)
+    if isinstance(teacher, Tensor):
+        theirs = teacher.log_softmax(-1)
+        loss = loss + weights.kl * (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    elif teacher is not None:
+        rows = []
+        for row in range(ROWS):
+            known = [int(token) for token in teacher.ids[row]]
+            p = [teacher.logs[row, at].exp() for at in range(len(known))]
+            q = [ours[row, token].exp() for token in known]
+            p.append(1 - torch.stack(p).sum())
+            q.append(1 - torch.stack(q).sum())
+            rows.append(sum(a * (a.log() - b.log()) for a, b in zip(p, q, strict=True)))
+        loss = loss + weights.kl * torch.stack(rows).mean()  # type: ignore[arg-type]
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["logits", "top", "none"])
+@pytest.mark.parametrize("weights", [Weights(1.0, 0.0), Weights(0.7, 0.3), Weights(0.0, 1.0)])
+@pytest.mark.parametrize("at_a_time", [1, 3 * VOCABULARY, 10_000])
+def test_loss_and_gradient(kind: str, weights: Weights, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AT_A_TIME", at_a_time)
+    found_top = top(logits(2), 6)
+    teacher = {"logits": logits(2), "top": Top(found_top.logs.double(), found_top.ids), "none": None}[kind]
+    ours, theirs = (logits(1).requires_grad_() for _ in range(2))
+    found = 2 * distance(ours, teacher, targets(), weights)
+    wanted = 2 * naive(theirs, teacher, weights)
+    found.backward()
+    if wanted.requires_grad:
+        wanted.backward()
+    assert abs(found.item() - wanted.item()) < 1e-6
+    assert ours.grad is not None and theirs.grad is not None
+    assert (ours.grad - theirs.grad).abs().max() < 1e-9
+
+
+def test_half_precision_is_near_and_keeps_its_type() -> None:
+    ours = logits(1).bfloat16().requires_grad_()
+    found = distance(ours, logits(2).bfloat16(), targets(), Weights(1.0, 0.5))
+    found.backward()
+    wanted = naive(logits(1).bfloat16().double(), logits(2).bfloat16().double(), Weights(1.0, 0.5))
+    assert abs(found.item() - wanted.item()) < 1e-3 * wanted.item()
+    assert ours.grad is not None and ours.grad.dtype == torch.bfloat16
+
+
+def test_the_top_says_what_the_whole_says_the_better_the_larger_it_is() -> None:
+    whole = distance(logits(1), logits(2), targets(), Weights(1.0, 0.0)).item()
+    far = [distance(logits(1), top(logits(2), k), targets(), Weights(1.0, 0.0)).item() for k in (1, 4, 16, VOCABULARY)]
+    assert far == sorted(far) and far[-1] == pytest.approx(whole, abs=1e-3)
+
+
+def test_targets_are_the_next_tokens() -> None:
+    assert next_tokens(torch.tensor([[4, 5, 6], [7, 8, 9]])).tolist() == [[5, 6, -100], [8, 9, -100]]

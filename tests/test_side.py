@@ -1,0 +1,487 @@
+"""The side network: what it starts as, what it computes, what it learns, and what it leaves alone."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from ladder.adapt.side import SideConfig, SideModel
+from ladder.adapt.side_layer import visible
+from ladder.errors import LadderError
+from ladder.hf import restale, rewire
+from ladder.hf.harness import Harness
+from ladder.hf.measures import distance
+from tests.checkpoints import byte_tokenizer, tiny
+from tests.hosts import CONFIGS, LAYERS, host
+from tests.test_hf import close, tokens
+
+WIDE = {"hidden_size": 64}
+
+
+def beside(name: str = "llama", config: SideConfig | None = None, awake: bool = True, **more: Any) -> SideModel:
+    """A wired host with a side network; awake: one that has something to say."""
+    torch.manual_seed(11)
+    model = SideModel(rewire(host(name, **more), "ladder"), config or SideConfig(reduction=4))
+    if awake:
+        with torch.no_grad():
+            model.network.up.weight.normal_(0, 0.3)
+            model.network.gates.normal_(0, 0.1)
+    return model.eval()
+
+
+def divergence(source: Tensor, found: Tensor) -> Tensor:
+    """KL, nats per token."""
+    wanted, said = source.log_softmax(-1), found.log_softmax(-1)
+    return (wanted.exp() * (wanted - said)).sum(-1).mean()
+
+
+def bits(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: each.clone() for name, each in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- the beginning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_starts_exactly_as_the_backbone(name: str) -> None:
+    model = beside(name, awake=False)
+    expected = model.backbone(tokens(), labels=tokens())
+    found = model(tokens(), labels=tokens())
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+    found.loss.backward()
+    assert all(parameter.grad is None for parameter in model.backbone.parameters())
+    assert model.network.up.weight.grad is not None and bool((model.network.up.weight.grad != 0).any())
+    with torch.no_grad():
+        model.network.up.weight.normal_(0, 0.3)
+    awake = model(tokens())
+    assert not close(awake.logits, expected.logits, 1e-3)
+    if name == "gemma2":  # its own head: what is added cannot lead beyond the cap
+        with torch.no_grad():
+            model.network.up.weight.mul_(1e6)
+        cap = model.config.final_logit_softcapping
+        assert 0.1 * cap < float(model(tokens()).logits.detach().abs().max()) <= cap
+    assert torch.equal(model.backbone(tokens()).logits, expected.logits)  # alone it is what it was
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Beside a bfloat16 backbone: parameters of float32 that compute in bfloat16, or bfloat16 altogether."""
+    backbone = rewire(host("llama"), "ladder").to(torch.bfloat16)
+    model = SideModel(backbone, SideConfig(reduction=4), dtype).train()
+    assert model.dtype is torch.bfloat16 and {p.dtype for p in model.parameters()} == {dtype}
+    assert torch.equal(model(tokens()).logits, backbone(tokens()).logits)
+    with torch.no_grad():
+        model.network.up.weight.normal_(0, 0.3)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        found = model(tokens(), labels=tokens())
+    rows = [each for each in kept if each.numel() == 22 * 32]
+    assert len([each for each in rows if each.dtype is torch.bfloat16]) >= LAYERS  # not float32 copies of the stream
+    found.loss.backward()
+    assert found.logits.dtype is torch.bfloat16
+    assert all(
+        p.grad is not None and p.grad.dtype is dtype and bool(p.grad.isfinite().all()) for p in model.parameters()
+    )
+    wide = copy.deepcopy(model).float()
+    assert wide.dtype is torch.float32  # the backbone comes along
+    assert close(found.logits.float(), wide(tokens()).logits, 0.1)
+    assert not close(wide.backbone(tokens()).logits, wide(tokens()).logits, 0.1)
+
+
+def test_autocast() -> None:
+    """Of a trainer's: everything of float32, computed in bfloat16."""
+    model = beside(awake=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(tokens(), labels=tokens())
+        assert torch.equal(found.logits, model.backbone(tokens()).logits)
+    found.loss.backward()
+    assert bool((model.network.up.weight.grad != 0).any())  # type: ignore[union-attr]
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def streams_of(backbone: Any) -> list[Tensor]:
+    """The stream before the first layer and after each, by the backbone alone."""
+    hidden: list[Tensor] = []
+    hook = backbone.model.norm.register_forward_pre_hook(lambda _, arguments: hidden.append(arguments[0]))
+    with torch.no_grad():
+        found = backbone(tokens(), output_hidden_states=True).hidden_states
+    hook.remove()
+    return [*found[:-1], hidden[0]]
+
+
+def naive(model: SideModel, streams: list[Tensor], lag: int) -> Tensor:
+    """The logits, from every stream that there ever was: a gate changes all of them."""
+    config, weights, head = model.side_config, dict(model.network.named_parameters()), model.network.config.head_dim
+
+    def rms(x: Tensor) -> Tensor:
+        return x.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt()
+
+    def turned(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)  # [batch, tokens, heads, head]
+        for at in range(x.shape[1]):
+            for i in range(head // 2):
+                angle = torch.tensor(at * 10_000.0 ** (-2 * i / head), dtype=x.dtype)
+                a, b = x[:, at, :, i], x[:, at, :, i + head // 2]
+                out[:, at, :, i] = a * angle.cos() - b * angle.sin()
+                out[:, at, :, i + head // 2] = b * angle.cos() + a * angle.sin()
+        return out
+
+    def attention(layer: str, x: Tensor) -> Tensor:
+        x = x / rms(x) * weights[layer + "input_layernorm.weight"]
+        q, k, v = (x @ weights[f"{layer}self_attn.{name}_proj.weight"].T for name in ("q", "k", "v"))
+        q, k, v = (each.unflatten(-1, (-1, head)) for each in (q, k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", turned(q), turned(k)) / head**0.5
+        scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=x.dtype).triu(1)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
+        return mixed @ weights[layer + "self_attn.o_proj.weight"].T
+
+    def mlp(layer: str, x: Tensor) -> Tensor:
+        x = x / rms(x) * weights[layer + "post_attention_layernorm.weight"]
+        gate, up, down = (weights[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gated = x @ gate.T
+        return (gated / (1 + (-gated).exp()) * (x @ up.T)) @ down.T
+
+    past = [streams[0] / rms(streams[0]) @ weights["start.weight"].T]
+    for index, read in enumerate([each for each in range(LAYERS) if (LAYERS - 1 - each) % config.every == 0]):
+        keep = 1 / (1 + (-weights["gates"][index] / 0.1).exp())
+        new = streams[read + 1] / rms(streams[read + 1]) @ weights[f"down.{index}.weight"].T
+        past = [keep * each + (1 - keep) * new for each in past]
+        for block in (attention, mlp):
+            past.append(past[-1] + block(f"layers.{index}.", past[max(0, len(past) - 1 - lag)]))
+    answer = past[-1] / rms(past[-1]) * weights["norm.weight"] @ weights["up.weight"].T * rms(streams[-1])
+    backbone = model.backbone
+    return backbone.lm_head(backbone.model.norm(streams[-1] + answer))  # type: ignore[no-any-return]
+
+
+CASES = [("ladder", 1, 1), ("ladder", 1, 3), ("standard", 0, 2), ("ladder-2", 2, 1)]
+
+
+@pytest.mark.parametrize(("wiring", "lag", "every"), CASES)
+def test_against_a_naive_one(wiring: str, lag: int, every: int) -> None:
+    """Logits, and the gradient of every parameter: gates, projections, layers."""
+    backbone = rewire(host("llama"), "ladder").double()
+    torch.manual_seed(5)
+    model = SideModel(backbone, SideConfig(2, every, wiring))
+    assert model.network.config.num_attention_heads == 2 and len(model.network.layers) == {1: 4, 2: 2, 3: 2}[every]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    found, expected = model(tokens()).logits, naive(model, streams_of(backbone), lag)
+    assert close(found, expected, 1e-5)
+    assert not close(found, naive(model, streams_of(backbone), lag + 1), 1e-3)  # the wiring is seen
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    slopes = []
+    for logits in (found, expected):
+        model.zero_grad()
+        (logits * weights).sum().backward()
+        slopes.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})  # type: ignore[union-attr]
+    for name, slope in slopes[0].items():
+        assert close(slope, slopes[1][name], 1e-4) and bool((slope != 0).any()), name
+
+
+def test_gates_by_small_steps() -> None:
+    """The gradient of each gate is what the loss does when it moves a little."""
+    torch.manual_seed(5)
+    model = SideModel(rewire(host("llama"), "ladder").double(), SideConfig(4))
+    with torch.no_grad():
+        model.network.up.weight.normal_(0, 0.3)
+        model.network.gates.normal_(0, 0.1)
+    weights = torch.randn(2, 11, 97, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (model(tokens()).logits * weights).sum().backward()
+    slope, step = model.network.gates.grad, 1e-3
+    assert slope is not None
+    for index in range(LAYERS):
+        losses = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                model.network.gates[index] += sign * step
+                losses.append(float((model(tokens()).logits * weights).sum()))
+                model.network.gates[index] -= sign * step
+        assert abs(float(slope[index])) > 0.1
+        assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(slope[index]), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_a_later_token_changes_nothing_before_it(name: str) -> None:
+    model, ids = beside(name), tokens()
+    other = ids.clone()
+    other[:, 7] = (other[:, 7] + 1) % 97
+    one, two = model(ids).logits, model(other).logits
+    assert close(one[:, :7], two[:, :7], 1e-6) and not close(one[:, 7:], two[:, 7:], 1e-3)
+
+
+def test_padding_and_packing_are_as_if_alone() -> None:
+    model, ids = beside(), tokens(1, 6)
+    alone = model(ids).logits
+    for side in ("left", "right"):
+        junk = torch.full((1, 3), 5)
+        padded = torch.cat([junk, ids] if side == "left" else [ids, junk], 1)
+        mask = torch.ones_like(padded)
+        mask[:, slice(0, 3) if side == "left" else slice(6, 9)] = 0
+        found = model(padded, attention_mask=mask).logits
+        assert close(found[:, slice(3, 9) if side == "left" else slice(0, 6)], alone, 1e-5)
+        assert bool(found.isfinite().all())
+    packed, positions = torch.cat([tokens(1, 5), ids], 1), torch.tensor([[*range(5), *range(6)]])
+    assert close(model(packed, position_ids=positions).logits[:, 5:], alone, 1e-5)
+    assert not close(model(packed).logits[:, 5:], alone, 1e-3)
+    assert torch.equal(model(ids, attention_mask=torch.ones_like(ids)).logits, alone)
+    with pytest.raises(LadderError, match=r"attention_mask must be \[batch, tokens\].*\[1, 1, 6, 6\]"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6))
+    assert torch.is_grad_enabled() and torch.equal(model(ids).logits, alone)  # nothing is left behind by an error
+
+
+def test_who_sees_whom() -> None:
+    assert visible(4, None, None) is None and visible(4, torch.ones(2, 4), torch.arange(4)[None]) is None
+    found = visible(4, torch.tensor([[0, 1, 1, 0]]), torch.tensor([[1, 0, 1, 0]]))
+    assert found is not None and found.shape == (1, 1, 4, 4)
+    assert found[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+
+
+# --- what it learns, and what that costs -----------------------------------------------------------------------------
+
+
+def test_gives_back_what_the_rewiring_has_cost() -> None:
+    teacher, ids = host("llama", **WIDE), tokens(8, 16)
+    backbone = rewire(copy.deepcopy(teacher), "ladder")
+    with torch.no_grad():
+        source = teacher(ids).logits
+        lost = float(divergence(source, backbone(ids).logits))
+    assert lost > 0.5
+    before = bits(backbone)
+    torch.manual_seed(0)
+    model = SideModel(backbone, SideConfig(reduction=2)).train()
+    gates = model.network.gates.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        loss = divergence(source, model(ids).logits)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert float(divergence(source, model(ids).logits)) < 0.25 * lost
+    assert same(bits(backbone), before) and all(p.grad is None for p in backbone.parameters())
+    assert not torch.equal(model.network.gates, gates)
+    found = distance(model, teacher, ids[0], window=16)  # our measures take it for a model
+    assert found.kl.value < 0.5 * distance(backbone, teacher, ids[0], window=16).kl.value
+    assert model.training and not backbone.training
+
+
+def saved(run: Callable[[], Any]) -> list[Tensor]:
+    """What autograd keeps for the backward pass: once per place in memory."""
+    found: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        found.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run()
+    return list(found.values())
+
+
+def test_no_graph_through_the_backbone() -> None:
+    """Nothing of a layer of the backbone is kept: of its width, one normalized stream per layer that is read."""
+    full = rewire(host("llama", **WIDE), "ladder")
+    kept = saved(lambda: full(tokens(), labels=tokens()).loss)
+    wide = [each for each in kept if each.numel() == 22 * 64]
+    counts = {}
+    for every in (1, 2, 4):
+        model = beside(config=SideConfig(4, every), **WIDE)
+        model.backbone.requires_grad_(True)  # even if somebody thaws it
+        modes: list[bool] = []
+        watched = [*model.backbone.model.layers, model.backbone.model.norm, model.backbone.lm_head]
+        for module in watched:
+            module.register_forward_hook(lambda *_, modes=modes: modes.append(torch.is_grad_enabled()))
+        ours = saved(lambda model=model: model(tokens(), labels=tokens()).loss)  # type: ignore[misc]
+        assert modes == [False] * LAYERS + [True, True]
+        layers = {p.untyped_storage().data_ptr() for p in model.backbone.model.layers.parameters()}
+        assert not layers & {each.untyped_storage().data_ptr() for each in ours}
+        counts[every] = len([each for each in ours if each.numel() == 22 * 64])
+        model(tokens(), labels=tokens()).loss.backward()
+        assert all(p.grad is None for p in model.backbone.model.layers.parameters())
+        assert model.backbone.model.embed_tokens.weight.grad is None
+    assert counts[1] - counts[2] == 2 and counts[2] - counts[4] == 1
+    assert counts[4] < 8 and counts[1] < 0.4 * len(wide)
+    assert {p.untyped_storage().data_ptr() for p in full.model.layers.parameters()} & {
+        each.untyped_storage().data_ptr() for each in kept
+    }  # which full fine-tuning does keep
+
+
+def test_only_its_own_parameters() -> None:
+    model = beside(**WIDE)
+    names = [name for name, _ in model.named_parameters()]
+    assert all(name.startswith("network.") for name in names) and list(model.state_dict()) == names
+    width, hidden = 16, 64  # 64 / 4, one head of 16; its MLP: 8/3 of that in whole heads
+    layer = 4 * width * width + 3 * width * 48 + 2 * width
+    assert model.trainable() == (LAYERS + 2) * hidden * width + LAYERS * (layer + 1) + width
+    assert SideConfig().shape(host("llama").config).width == 8  # never less than a head
+    assert model.train().training and not model.backbone.training
+    assert restale(model, 0.5) is None and model.config.staleness == 0.5  # as PEFT's models are found
+
+
+# --- with others -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generates(name: str) -> None:
+    model, ids = beside(name), tokens(2, 5)
+    expected = ids
+    for _ in range(6):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], 1)
+    found = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, use_cache=True)
+    assert torch.equal(found, expected)
+    plain = model.backbone.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+    assert not torch.equal(found, plain)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], 1)
+    found = model.generate(input_ids=padded, attention_mask=(padded > 0).long(), max_new_tokens=6, do_sample=False)
+    assert torch.equal(found[:, 3:], expected)
+    torch.manual_seed(1)
+    drawn = model.generate(input_ids=ids, max_new_tokens=6, do_sample=True, top_k=0)
+    assert drawn.shape == expected.shape and not torch.equal(drawn, expected)
+
+
+def test_trainer_saves_and_resumes(tmp_path: Path) -> None:
+    """transformers' Trainer: its checkpoints hold the side network alone, and a resumed run ends as a whole one."""
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, 12)]
+
+    def run(model: SideModel, out: str, steps: int) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / out), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-2, seed=1,
+            lr_scheduler_type="constant", save_steps=4, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        return Trainer(model=model, args=arguments, train_dataset=rows)  # type: ignore[arg-type]
+
+    whole, first, second = (beside(awake=False) for _ in range(3))
+    before = bits(whole.backbone)
+    worker = run(whole, "whole", 8)
+    worker.train()
+    losses = [entry["loss"] for entry in worker.state.log_history if "loss" in entry]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.95 * losses[0]
+    assert same(bits(whole.backbone), before)
+    run(first, "parts", 4).train()
+    run(second, "parts", 8).train(resume_from_checkpoint=True)
+    assert close(second(tokens()).logits, whole(tokens()).logits, 1e-5)
+    checkpoint = tmp_path / "parts" / "checkpoint-8" / "model.safetensors"
+    assert checkpoint.stat().st_size < 5 * whole.trainable()  # float32, and names
+
+
+def test_lm_eval_takes_it_for_a_model(tmp_path: Path) -> None:
+    backbone = AutoModelForCausalLM.from_pretrained(tiny(tmp_path / "model", context=64))
+    torch.manual_seed(0)
+    model = SideModel(rewire(backbone, "ladder"), SideConfig(reduction=2))
+    with torch.no_grad():
+        model.network.up.weight.normal_(0, 0.5)
+    rows = [{"query": f"{n} and", "choices": ["one", "two", "three"], "gold": n % 3} for n in range(4)]
+    (tmp_path / "mc.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = byte_tokenizer()
+    harness = Harness([tmp_path / "mc.jsonl"], None, 0)
+    found = harness.run("side", tokenizer, model, 2, None, lambda *news: None)
+    right = []
+    for row in rows:
+        start, scores = tokenizer(row["query"])["input_ids"], []
+        for choice in row["choices"]:  # type: ignore[attr-defined]
+            line = torch.tensor([[*start, *tokenizer(f" {choice}")["input_ids"]]])
+            logs = model(line).logits.detach()[0, :-1].log_softmax(-1).gather(-1, line[0, 1:, None])
+            scores.append(float(logs[len(start) - 1 :].sum()))
+        right.append(scores.index(max(scores)) == row["gold"])
+    assert found["mc/acc"].value == sum(right) / len(right)
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_saves_and_loads(tmp_path: Path) -> None:
+    model = beside(config=SideConfig(4, 2, "standard:1 ladder:1"))
+    expected = model(tokens()).logits
+    model.save(tmp_path / "side")
+    model.save(tmp_path / "side")  # over the old one
+    assert sorted(file.name for file in (tmp_path / "side").iterdir()) == ["side.json", "side.safetensors"]
+    found = SideModel.load(tmp_path / "side", rewire(host("llama"), "ladder"))
+    assert found.side_config == model.side_config and same(found.state_dict(), model.state_dict())
+    assert torch.equal(found(tokens()).logits, expected)
+    # the backbone may have lain on disk meanwhile, and be loaded as something narrower
+    model.backbone.save_pretrained(tmp_path / "wired")
+    load = AutoModelForCausalLM.from_pretrained
+    again = SideModel.load(tmp_path / "side", load(tmp_path / "wired", attn_implementation="eager"))
+    assert torch.equal(again(tokens()).logits, expected)
+    half = SideModel.load(tmp_path / "side", load(tmp_path / "wired", dtype=torch.bfloat16))
+    assert close(half(tokens()).logits.float(), expected, 0.1)
+
+
+def test_refuses_on_loading(tmp_path: Path) -> None:
+    folder = tmp_path / "side"
+    model = beside()
+    model.save(folder)
+    facts, weights = (folder / "side.json").read_text(), (folder / "side.safetensors").read_bytes()
+
+    def refused(match: str, backbone: Any = None) -> None:
+        with pytest.raises(LadderError, match=match) as found:
+            SideModel.load(folder, model.backbone if backbone is None else backbone)
+        assert "\n" not in str(found.value)
+
+    refused("llama wired 'ladder'.*llama wired 'standard'.*its own backbone", host("llama"))
+    refused("llama wired 'ladder-2'", rewire(host("llama"), "ladder-2"))
+    refused("its own backbone", rewire(host("llama", rms_norm_eps=1e-3), "ladder"))
+    refused("its own backbone", rewire(host("llama"), "ladder", 0.5))
+    refused("qwen2 wired 'ladder'", rewire(host("qwen2"), "ladder"))
+    refused("not Linear", torch.nn.Linear(2, 2))
+    for place in (10, len(weights) // 2, len(weights) - 1):
+        damaged = bytearray(weights)
+        damaged[place] ^= 1
+        (folder / "side.safetensors").write_bytes(damaged)
+        refused("side.safetensors is damaged")
+    (folder / "side.safetensors").write_bytes(weights[:100])
+    refused("side.safetensors is damaged")
+    (folder / "side.safetensors").unlink()
+    refused("no such file: .*side.safetensors")
+    (folder / "side.safetensors").write_bytes(weights)
+    for changed, match in (
+        ({"more": 1}, "unknown key 'more'"),
+        ({"side": {"reduction": 4, "temperature": 1}}, "unknown key 'temperature'.*reduction, every, wiring"),
+        ({"side": {"reduction": 2}}, "another side network"),
+        ({"side": {"reduction": 4, "every": 2}}, "another side network"),
+        ({"side": {"reduction": "4"}}, "reduction .*whole number from 1, not '4'"),
+        ({"backbone": None}, "damaged: it has no 'backbone'"),
+        ({"weights": None}, "damaged: it has no 'weights'"),
+    ):
+        (folder / "side.json").write_text(json.dumps({**json.loads(facts), **changed}))  # type: ignore[dict-item]
+        refused(match)
+    (folder / "side.json").write_text(facts[:50])
+    refused("cannot be read as JSON")
+    (folder / "side.json").unlink()
+    refused("no such file: .*side.json")
+    (folder / "side.json").write_text(facts)
+    assert torch.equal(SideModel.load(folder, model.backbone)(tokens()).logits, model(tokens()).logits)
+
+
+def test_refuses_on_making() -> None:
+    backbone = rewire(host("llama"), "ladder")
+    for changed, match in (
+        ({"reduction": 0}, "reduction .*not 0"),
+        ({"reduction": True}, "reduction .*not True"),
+        ({"every": 1.5}, "every .*not 1.5"),
+        ({"wiring": 3}, "wiring .*not 3"),
+    ):
+        with pytest.raises(LadderError, match=match):
+            SideConfig(**changed)  # type: ignore[arg-type]
+    for wrong, match in (("rope", "unknown wiring 'rope'"), ("ladder:3", "covers 3 layers")):
+        with pytest.raises(LadderError, match=match):
+            SideModel(backbone, SideConfig(wiring=wrong))
+    with pytest.raises(LadderError, match=r"must be that or torch\.float32, not torch\.float16"):
+        SideModel(backbone, dtype=torch.float16)
+    for other in (backbone.model, torch.nn.Linear(2, 2)):
+        with pytest.raises(LadderError, match=f"causal model of transformers, not {type(other).__name__}"):
+            SideModel(other)
+    assert all(parameter.requires_grad for parameter in backbone.parameters())  # refused before anything is changed
