@@ -1,4 +1,4 @@
-"""What flags are worth: one rank of Llama-3-70B at TP 8 on timed links, its sums seen by a flag or waited for by an event.
+"""What flags are worth: one rank of Llama-3-70B at TP 8 on timed links, its sums seen by a flag or by an event.
 
 python -m experiments.flags_gpu > results/flags_h200.jsonl
 

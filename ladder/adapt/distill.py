@@ -1,11 +1,12 @@
 """ladder adapt: a model learns to be itself again under another wiring, from its own original."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ladder.adapt import folder as place
 from ladder.adapt.loss import Weights
@@ -13,7 +14,7 @@ from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.teacher import Present, Remembered, Teacher, remember
-from ladder.adapt.texts import fingerprint
+from ladder.adapt.texts import fingerprint, load_tokenizer
 from ladder.adapt.trainer import Progress
 from ladder.adapt.work import Data, Job, save, work
 from ladder.config.lock import wiring_of
@@ -33,30 +34,33 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """
     wanted = place.asked(options, training)
     place.check(options.out, wanted)
-    with quiet():
-        wiring, tokenizer = _checked(options, training)
     if place.finished(options.out):
         raise LadderError(f"{options.out} is finished: name a new folder")
+    with quiet():
+        wiring, tokenizer = _checked(options, training)
 
-    def make(data: Data, args: Any) -> tuple[Job, Any]:
+    def make(data: Data, args: Any) -> Job:
+        def original() -> Any:
+            return pretrained(AutoModelForCausalLM, options.model, dtype=_dtype(training)).to(args.device)
+
+        def asked() -> Any:
+            facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
+            with args.main_process_first(desc="the original's answers"):
+                folder, top = options.out / "teacher", options.teacher_top
+                return remember(original(), data.train, folder, top, facts, progress)
+
         teacher: Teacher | None = None
-        train: Any = data.train
         if options.kl_weight:
-            original = pretrained(AutoModelForCausalLM, options.model, dtype=_dtype(training)).to(args.device)
-            if options.teacher_top:
-                facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
-                with args.main_process_first(desc="the original's answers"):
-                    train = remember(original, train, options.out / "teacher", options.teacher_top, facts, progress)
-                teacher = Remembered()
-            else:
-                teacher = Present(original)
+            teacher = Remembered() if options.teacher_top else Present(original())
         steps = 0 if options.method == "side" else round(options.staleness * training.steps)
         kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
         model = pretrained(AutoModelForCausalLM, options.model, dtype=kept)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
+        set_seed(training.seed)  # what is new in the model is drawn
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0), options)
         weights = Weights(options.kl_weight, options.lm_weight)
-        return Job(model, weights, teacher, steps, _finisher(options, wiring, tokenizer, own)), train
+        finish = _finisher(options, wiring, tokenizer, own)
+        return Job(model, weights, teacher, asked if options.teacher_top else lambda: data.train, steps, finish)
 
     return work(options.out, wanted, training, make, progress)
 
@@ -81,7 +85,9 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError(f"a window of {training.window} is more than the model's {config.max_position_embeddings}")
     if options.teacher_top >= config.vocab_size:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
-    tokenizer = pretrained(AutoTokenizer, options.model)
+    if options.method == "lora" and find_spec("peft") is None:
+        raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
+    tokenizer = load_tokenizer(options.model)
     for folder in (training.data, training.valid):
         if folder is not None:
             shards = Shards.open(folder)
@@ -94,10 +100,8 @@ def _trainable(model: Any, options: AdaptOptions) -> Any:
     if options.method == "side":
         return SideModel(model, SideConfig(reduction=options.reduction))
     if options.method == "lora":
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError:
-            raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'") from None
+        from peft import LoraConfig, get_peft_model
+
         return get_peft_model(
             model,
             LoraConfig(task_type="CAUSAL_LM", r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),

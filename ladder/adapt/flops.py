@@ -10,26 +10,31 @@ from ladder.perf.chips import Chip
 def operations(model: Any, window: int) -> float:
     """Floating-point operations of training on one token: 2 for every weight that it is multiplied with, as many again
     for the gradient of what went in and, where the weight is trained, for its own; and attention over the half of the
-    window that a token sees. Beside a side network the model makes no gradients.
+    window that a token sees. A side network is reached by gradients through the model's head alone.
     """
-    backbone = getattr(model, "backbone", None)
     own = model.get_base_model() if hasattr(model, "get_base_model") else model
-    embedding, head = own.get_input_embeddings(), own.get_output_embeddings()
-    looked_up = 0 if head is not None and head.weight is embedding.weight else embedding.weight.numel()
-    frozen, trained = (
-        sum(
-            p.numel()
-            for p in {id(p): p for m in (own, model) for p in m.parameters()}.values()
-            if p.requires_grad is on
-        )
-        for on in (False, True)
-    )
-    config = own.config
-    heads = config.num_attention_heads
-    width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    passes = 1 if backbone is not None else 3
-    looks = 2.0 * passes * config.num_hidden_layers * width * window
-    return float(6 * trained + (2.0 if backbone is not None else 4.0) * frozen - 2.0 * passes * looked_up + looks)
+    beside = hasattr(model, "backbone")
+    embedding, head, config = own.get_input_embeddings(), own.get_output_embeddings(), own.config
+    weights = {id(weight): (name, weight) for part in (own, model) for name, weight in part.named_parameters()}
+    if head.weight is not embedding.weight:
+        del weights[id(embedding.weight)]  # looked up, not multiplied with
+    found: float = 2.0 * (1 if beside else 3) * config.num_hidden_layers * _width(config) * window
+    for name, weight in weights.values():
+        passes = 3 if weight.requires_grad else 1 if beside and weight is not head.weight else 2
+        found += 2.0 * passes * weight.numel() * (_chosen(config) if ".experts." in name else 1.0)
+    return found
+
+
+def _width(config: Any) -> int:
+    """Of all heads together."""
+    heads: int = config.num_attention_heads
+    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _chosen(config: Any) -> float:
+    """The share of a layer's experts that a token sees."""
+    names = ("num_local_experts", "num_experts")
+    return float(config.num_experts_per_tok / next(getattr(config, name) for name in names if hasattr(config, name)))
 
 
 def peak(device: torch.device) -> float | None:

@@ -50,10 +50,13 @@ class TrainingOptions:
         for name, most in (("lr", 10.0), ("clip", 1e6), ("weight_decay", 10.0)):
             value = getattr(self, name)
             if not (math.isfinite(value) and (0 if name == "weight_decay" else 1e-12) <= value <= most):
-                raise LadderError(f"{name.replace('_', '-')} must be a number above 0 and at most {most}, not {value}")
+                least = "from 0 to" if name == "weight_decay" else "above 0 and at most"
+                raise LadderError(f"{name.replace('_', '-')} must be a number {least} {most}, not {value}")
         for name in ("warmup", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise LadderError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise LadderError(f"seed must be from 0 to 2^32 - 1, not {self.seed}")
         _known("schedule", self.schedule, SCHEDULES)
         _known("dtype", self.dtype, ("auto", *DTYPES))
         _known("compile", self.compile, ("auto", "yes", "no"))

@@ -19,6 +19,7 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import trained_card
 from ladder.hf.load import pretrained
+from ladder.hf.wire import shares_of
 from ladder.wiring import Wiring
 
 
@@ -27,6 +28,8 @@ def train(options: ScratchOptions, training: TrainingOptions, progress: Progress
     config, training = _chosen(options, training)
     wanted = place.asked(options, training)
     place.check(options.out, wanted)
+    if place.finished(options.out):
+        raise LadderError(f"{options.out} is finished: name a new folder")
     shards = Shards.open(training.data)
     wiring = Wiring.parse(options.wiring, config.layers)
     config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,))
@@ -34,10 +37,9 @@ def train(options: ScratchOptions, training: TrainingOptions, progress: Progress
         raise LadderError(f"a window of {training.window} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
-    if place.finished(options.out):
-        raise LadderError(f"{options.out} is finished: name a new folder")
+        shares_of(wiring, options.ranks)
 
-    def make(data: Data, args: Any) -> tuple[Job, Any]:
+    def make(data: Data, args: Any) -> Job:
         set_seed(training.seed)
         model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="sdpa")
         more = {"ranks": options.ranks} if options.ranks > 1 else {}
@@ -52,7 +54,7 @@ def train(options: ScratchOptions, training: TrainingOptions, progress: Progress
                 )
                 (folder / "README.md").write_text(text, encoding="utf-8")
 
-        return Job(model, Weights(0.0, 1.0), None, 0, finish), data.train
+        return Job(model, Weights(0.0, 1.0), None, lambda: data.train, 0, finish)
 
     return work(options.out, wanted, training, make, progress)
 

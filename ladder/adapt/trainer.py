@@ -6,6 +6,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +20,51 @@ from ladder.adapt.flops import operations, peak
 from ladder.adapt.loss import Weights, distance, next_tokens, piece
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.teacher import Teacher
+from ladder.errors import LadderError
 from ladder.hf import restale
 
 COMPLETE = "complete"  # a file in a checkpoint that all ranks have written
+LEAST = 0.1  # of the learning rate, at the end
 Progress = Callable[[int, int, str], None]
+
+
+class Arguments(TrainingArguments):  # type: ignore[misc]
+    """Of several ranks on CPUs accelerate says that they are on `cpu:0`, from where nothing can be loaded."""
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = super().device
+        return torch.device("cpu") if found.type == "cpu" else found
 
 
 def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
     """The options in transformers' words. Joins the ranks of torchrun, if it was torchrun that started this process."""
+    if find_spec("accelerate") is None:
+        raise LadderError("training needs accelerate: pip install 'ladder-residual[train]'")
     on_gpu, steps = options.place == "cuda", options.steps
-    names = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
-    made = TrainingArguments(
+    warmup = math.ceil(options.warmup * steps)
+    schedules: dict[str, tuple[str, dict[str, Any]]] = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": LEAST}),
+        "linear": ("polynomial", {"lr_end": LEAST * options.lr, "power": 1.0}),
+        "constant": ("constant_with_warmup", {}),
+    }
+    schedule, details = schedules[options.schedule]
+    made = Arguments(
         output_dir=str(folder), max_steps=steps, learning_rate=options.lr, weight_decay=options.weight_decay,
-        adam_beta2=options.beta2, max_grad_norm=options.clip, lr_scheduler_type=names[options.schedule],
-        lr_scheduler_kwargs={"min_lr_rate": 0.1} if options.schedule == "cosine" else None,
-        warmup_steps=math.ceil(options.warmup * steps), seed=options.seed, data_seed=options.seed,
+        adam_beta2=options.beta2, max_grad_norm=options.clip, lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=details, warmup_steps=warmup, seed=options.seed, data_seed=options.seed,
         bf16=options.precision == "bfloat16", tf32=True if on_gpu else None, use_cpu=not on_gpu,
         optim="adamw_torch_fused" if on_gpu else "adamw_torch", gradient_checkpointing=options.recompute,
         gradient_checkpointing_kwargs={"use_reentrant": False} if options.recompute else None,
-        fsdp=options.fsdp or None, fsdp_config={"version": 2} if options.fsdp else None,
+        fsdp=options.fsdp or None,
+        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"} if options.fsdp else None,
         logging_steps=options.log_every, logging_nan_inf_filter=False, save_steps=options.save_steps,
         eval_strategy="steps", eval_steps=options.eval_every or max(1, steps // 10), report_to=[], disable_tqdm=True,
         remove_unused_columns=False, dataloader_num_workers=2 if on_gpu else 0, dataloader_pin_memory=on_gpu,
         dataloader_drop_last=True, ddp_find_unused_parameters=False,
     )  # fmt: skip
+    if options.fsdp and made.world_size == 1:
+        raise LadderError("--fsdp shards over ranks, and there is one: start it with torchrun, or leave --fsdp out")
     micro, times = options.rows_at_a_time(made.world_size)
     made.per_device_train_batch_size, made.gradient_accumulation_steps = micro, times
     made.per_device_eval_batch_size = micro
@@ -63,15 +86,39 @@ class Run(Trainer):  # type: ignore[misc]
         stale_steps: int,
         progress: Progress,
     ) -> None:
+        self._weights, self._teacher, self._options = weights, teacher, options
+        cached = model.config.use_cache  # which Trainer turns off, for whoever reads the config later too
         super().__init__(model=model, args=args, train_dataset=train, eval_dataset=valid)
+        model.config.use_cache = cached
         self.model_accepts_loss_kwargs = False  # rows are of one length: a mean of means is the mean
         for noise in (PrinterCallback, ProgressCallback):
             self.remove_callback(noise)
-        self._weights, self._teacher, self._options = weights, teacher, options
         self._work = torch.compile(piece, dynamic=False) if options.compiled else piece
         self._stale_steps = stale_steps
         self.add_callback(_Log(self, Path(args.output_dir).parent / "log.jsonl", progress))
         self.add_callback(_Staleness(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate knows FSDP on accelerators only, and says nothing elsewhere; torch has it on CPUs too."""
+        super().create_accelerator_and_postprocess()
+        if self._options.fsdp and not self.is_fsdp_enabled:
+            from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+            state = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            if self._options.precision == "bfloat16":
+                state.fsdp_plugin.set_mixed_precision("bf16")
+            self.is_fsdp_enabled = True
+
+    def go(self, checkpoint: Path | None) -> dict[str, float]:
+        """Train to the end, from a checkpoint where there is one; returns the last evaluation."""
+        with suppress(_Done):
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if self._stale_steps:
+            restale(self.model, 1.0)
+        last = [line for line in self.state.log_history if "eval_loss" in line and line["step"] == self.state.max_steps]
+        return {name: last[-1][name] for name in last[-1] if name.startswith("eval_")} if last else self.evaluate()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -110,8 +157,13 @@ class Run(Trainer):  # type: ignore[misc]
             found |= {"eval_kl": far / tokens, "eval_agreement": agree / tokens}
         if (now := self.staleness()) is not None:
             restale(self.model, now)
-        self.log(found)
+        self.log(dict(found))
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_runtime" not in logs:  # Trainer's last word, which forgets what was before a resumption
+            super().log(logs, start_time)
 
     @property
     def _sees_teacher(self) -> bool:
@@ -159,9 +211,9 @@ class _Staleness(TrainerCallback):  # type: ignore[misc]
         if (now := self._run.staleness()) is not None:
             restale(model, now)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        if self._run.staleness() is not None:
-            restale(model, 1.0)
+
+class _Done(Exception):
+    """The checkpoint to go on from is that of the last step: Trainer would make one step more."""
 
 
 class _Log(TrainerCallback):  # type: ignore[misc]
@@ -169,7 +221,7 @@ class _Log(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, run: Run, file: Path, progress: Progress) -> None:
         self._run, self._file, self._progress = run, file, progress
-        self._last = (0, 0.0)
+        self._last, self._said = (0, 0.0), ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         self._operations = operations(model, self._run._options.window)
@@ -177,6 +229,8 @@ class _Log(TrainerCallback):  # type: ignore[misc]
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:
             self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
+        if state.global_step >= state.max_steps:
+            raise _Done
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         line = state.log_history[-1]
@@ -188,10 +242,13 @@ class _Log(TrainerCallback):  # type: ignore[misc]
         if args.should_save:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self._progress(state.global_step, state.max_steps, _told(line))
+            self._said = _told(line)
+            self._progress(state.global_step, state.max_steps, self._said)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        self._progress(state.global_step, state.max_steps, "")
+        control.should_log |= state.global_step >= state.max_steps
+        if args.should_save:
+            self._progress(state.global_step, state.max_steps, self._said)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._last = (state.global_step, time.perf_counter())  # what an evaluation takes is not training

@@ -10,7 +10,7 @@ import torch
 from ladder.adapt import folder as place
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import TrainingOptions
-from ladder.adapt.shards import Shards, Windows
+from ladder.adapt.shards import TOKENIZER, Shards, Windows
 from ladder.adapt.teacher import Teacher
 from ladder.adapt.trainer import Progress, Run, arguments, complete
 from ladder.errors import LadderError
@@ -42,7 +42,7 @@ class Data:
             valid = Windows(shards, options.window, skip=kept, limit=rows)
         else:
             other = Shards.open(options.valid)
-            other.check_tokenizer(shards.fingerprint, str(options.data))
+            other.check_tokenizer(shards.fingerprint, str(options.data / TOKENIZER))
             valid = Windows(other, options.window, limit=rows)
             if len(valid) < ranks:
                 raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.window} are needed")
@@ -63,6 +63,7 @@ class Job:
     model: Any
     weights: Weights
     teacher: Teacher | None
+    windows: Callable[[], Any]  # what it is trained on; what has to be made for that is made then
     stale_steps: int
     finish: Callable[[Any, Path], None]  # writes the trained model into a folder
 
@@ -71,25 +72,26 @@ def work(
     out: Path,
     wanted: dict[str, Any],
     options: TrainingOptions,
-    make: Callable[[Any, Any], tuple[Job, Any]],
+    make: Callable[[Data, Any], Job],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train what `make(data, arguments)` answers, a job and its training windows; returns the last evaluation, and
-    whether this is the rank that tells it.
+    """Train what `make(data, arguments)` answers; returns the last evaluation, and whether this is the rank that tells
+    it. `out` is begun when there is nothing left to refuse.
     """
     with quiet():
         args = arguments(options, out / place.CHECKPOINTS)
         data = Data.open(options, args.world_size)
+        job = make(data, args)
+        args.distributed_state.wait_for_everyone()  # until then the others look at what is in `out`
         if args.process_index == 0:
             place.begin(out, wanted)
-        job, train = make(data, args)
+        train = job.windows()
         if options.compiled:
             for layer in layers_of(_inner(job.model)):
                 layer.compile(dynamic=False)
         run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.stale_steps, progress)
         found = complete(out / place.CHECKPOINTS)
-        run.train(resume_from_checkpoint=str(found[-1]) if found else None)
-        last = run.evaluate()
+        last = run.go(found[-1] if found else None)
         final = out / place.FINAL
         job.finish(run, final)
         run.accelerator.wait_for_everyone()
@@ -109,6 +111,7 @@ def save(run: Run, folder: Path, dtype: torch.dtype) -> None:
         trained = _inner(run.accelerator.unwrap_model(run.model_wrapped))
         with torch.device("meta"):
             model = type(trained)(trained.config)
+        model.generation_config = trained.generation_config
         state = {
             name: value.to("cpu", dtype if value.is_floating_point() else value.dtype) for name, value in state.items()
         }

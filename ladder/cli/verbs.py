@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -37,7 +38,10 @@ def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
     flag = f"--{entry.name.replace('_', '-')}"  # one spelling, so that there is no --no-check beside --check
     if default is True:
         flag += f"/--no{flag[1:]}"
-    told = default not in ([], None) and default is not False
+    # where a package lies says nothing to a reader of --help
+    told = (
+        default not in ([], None) and default is not False and not (isinstance(default, Path) and default.is_absolute())
+    )
     if entry.metadata.get("argument"):
         value = typer.Argument(... if entry.default is MISSING else default, help=entry.metadata["help"])
     else:

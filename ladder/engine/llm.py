@@ -13,7 +13,7 @@ from typing import Any
 
 from ladder.engine.core import Add, Command, Drop
 from ladder.engine.executors import Executor, adopt_world, start
-from ladder.engine.options import EngineOptions, SamplingParams
+from ladder.engine.options import EMBEDDED, EngineOptions, SamplingParams
 from ladder.engine.requests import Chunk, Opened, Prompt, Request, Result
 from ladder.engine.scheduler import Job
 from ladder.errors import LadderError
@@ -26,7 +26,7 @@ class LLM:
     their chunks (`poll`, and what is made of it: `generate` and `stream`).
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path = EMBEDDED, **options: Any) -> None:
         opened = Opened(adopt_world(EngineOptions(Path(model), **options)))
         self._begin(opened, start(opened))
 

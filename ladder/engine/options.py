@@ -20,6 +20,7 @@ def argument(help: str) -> Any:
     return field(metadata={"help": help, "argument": True})
 
 
+EMBEDDED = Path(__file__).parent.parent / "embedded"  # a small model that comes with this package
 WIRES = ("auto", "symmetric", "nccl", "gloo")
 LONGEST = 1e6  # seconds of patience, twelve days
 
@@ -46,7 +47,7 @@ def _is(value: Any, kind: Any) -> bool:
 class EngineOptions:
     """Which model, and how it is run."""
 
-    model: Path = field(metadata={"help": "Directory with config.json and safetensors weights."})
+    model: Path = option(EMBEDDED, "Directory with config.json and safetensors weights; default: the embedded model.")
     wiring: str | None = option(None, "Wiring, as in 'ladder' or 'standard:16 ladder:16'; default: the checkpoint's.")
     dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
