@@ -16,12 +16,12 @@ from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.teacher import Present, Remembered, Teacher, remember
 from ladder.adapt.texts import fingerprint, load_tokenizer
 from ladder.adapt.trainer import Progress
-from ladder.adapt.work import Data, Job, save, work
+from ladder.adapt.work import Data, Job, compile_layers, save, work
 from ladder.config.lock import wiring_of
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.hf import rewire
-from ladder.hf.card import adapted_card
+from ladder.hf.card import adapted_card, side_card
 from ladder.hf.families import family
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.wire import refuse_settings
@@ -41,7 +41,10 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
 
     def make(data: Data, args: Any) -> Job:
         def original() -> Any:
-            return pretrained(AutoModelForCausalLM, options.model, dtype=_dtype(training)).to(args.device)
+            model = pretrained(AutoModelForCausalLM, options.model, dtype=_dtype(training)).to(args.device)
+            if training.compiled:
+                compile_layers(model)
+            return model
 
         def asked() -> Any:
             facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
@@ -121,7 +124,11 @@ def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torc
         if run.args.process_index == 0:
             tokenizer.save_pretrained(folder)
             kind = run.model.config.model_type
-            text = adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE)
+            text = (
+                side_card(options.model, options.out.name, kind, wiring)
+                if options.method == "side"
+                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE)
+            )
             (folder / "README.md").write_text(text, encoding="utf-8")
 
     return finish

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -101,10 +102,13 @@ class Run(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """accelerate knows FSDP on accelerators only, and says nothing elsewhere; torch has it on CPUs too."""
         super().create_accelerator_and_postprocess()
-        if self._options.fsdp and not self.is_fsdp_enabled:
-            from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+        state = self.accelerator.state
+        if self._options.fsdp and getattr(state, "fsdp_plugin", None) is None:
+            from accelerate.utils import (  # type: ignore[import-untyped]
+                DistributedType,
+                FullyShardedDataParallelPlugin,
+            )
 
-            state = self.accelerator.state
             state.distributed_type = DistributedType.FSDP
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             if self._options.precision == "bfloat16":
@@ -182,6 +186,17 @@ class Run(Trainer):  # type: ignore[misc]
             far = distance(logits, said, targets, Weights(1.0, 0.0)) * len(logits)
             agree = (logits.argmax(-1) == said.argmax(-1)).sum()
         return torch.stack([nats.double(), counted.double(), far.double(), agree.double()])
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A checkpoint's weights under the names that they are loaded by: `save_pretrained` gives experts names
+        of the hub, by which Trainer finds none of them, and refuses generation configs that it dislikes.
+        """
+        if hasattr(self.model, "peft_config"):
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, str(folder / "model.safetensors"))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Older checkpoints go only when all ranks have written all of the new one."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ladder.adapt import folder as place
 from ladder.adapt.loss import Weights
@@ -86,9 +87,10 @@ def work(
         if args.process_index == 0:
             place.begin(out, wanted)
         train = job.windows()
+        if options.precision == "bfloat16":
+            _inner(job.model).get_input_embeddings().register_forward_hook(_halved)
         if options.compiled:
-            for layer in layers_of(_inner(job.model)):
-                layer.compile(dynamic=False)
+            compile_layers(_inner(job.model))
         run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.stale_steps, progress)
         found = complete(out / place.CHECKPOINTS)
         last = run.go(found[-1] if found else None)
@@ -100,21 +102,34 @@ def work(
     return {"main": args.process_index == 0, **last}
 
 
+def compile_layers(model: Any) -> None:
+    """One layer at a time: all of a kind share what is compiled, and it takes seconds."""
+    for layer in layers_of(model):
+        layer.compile(dynamic=False)
+
+
+def _halved(embedding: Any, arguments: Any, x: torch.Tensor) -> torch.Tensor:
+    """The stream begins in bfloat16, as where the model will run: autocast leaves an embedding, and with it every sum
+    of the stream, in float32.
+    """
+    return x.bfloat16()
+
+
 def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def save(run: Run, folder: Path, dtype: torch.dtype) -> None:
     """All weights in `dtype`, by rank 0, wherever they are sharded."""
-    state = run.accelerator.get_state_dict(run.model_wrapped)
+    trained, state = _inner(run.model), {}
+    for name, value in trained.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value  # one at a time, by all ranks together
+        if run.args.process_index == 0:
+            state[name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype)
     if run.args.process_index == 0:
-        trained = _inner(run.accelerator.unwrap_model(run.model_wrapped))
         with torch.device("meta"):
             model = type(trained)(trained.config)
-        model.generation_config = trained.generation_config
-        state = {
-            name: value.to("cpu", dtype if value.is_floating_point() else value.dtype) for name, value in state.items()
-        }
         model.load_state_dict(state, assign=True)
         model.tie_weights()
         model.save_pretrained(folder)
+        trained.generation_config.to_json_file(folder / "generation_config.json")  # as it was, liked or not

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.config.fields import read_json, token_ids, whole_number
-from ladder.config.lock import locked, unlocked, wiring_of
+from ladder.config.lock import locked, ranks_of, unlocked, wiring_of
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
 from ladder.wiring import Wiring
@@ -57,6 +57,7 @@ class ModelConfig:
     eos: tuple[int, ...] = ()
     dtype: str = "float32"
     wiring: Wiring = Wiring(())  # empty: standard
+    ranks: int = 1  # the TP degree that a wiring whose function depends on it was trained for; 1: any
 
     def __post_init__(self) -> None:
         for name, most in LARGEST.items():
@@ -93,11 +94,11 @@ class ModelConfig:
 
     def rewired(self, pattern: str) -> "ModelConfig":
         """The same model with another wiring, given as text."""
-        return replace(self, wiring=Wiring.parse(pattern, self.layers))
+        return replace(self, wiring=Wiring.parse(pattern, self.layers), ranks=1)
 
     def first(self, layers: int) -> "ModelConfig":
         """Only so many of its layers, under the standard wiring."""
-        return replace(self, layers=layers, wiring=Wiring(()), windows=self.windows[:layers])
+        return replace(self, layers=layers, wiring=Wiring(()), ranks=1, windows=self.windows[:layers])
 
     def degrees(self) -> list[int]:
         """The numbers of ranks this model can be shared by."""
@@ -189,6 +190,7 @@ class ModelConfig:
             eos=token_ids(raw.get("eos_token_id")),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
             wiring=wiring_of(raw, layers),
+            ranks=ranks_of(raw),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -226,6 +228,8 @@ class ModelConfig:
             raw["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
         if not self.wiring.is_standard:
             raw = locked({**raw, "wiring": str(self.wiring)})
+            if self.ranks > 1:
+                raw["wiring_ranks"] = self.ranks
         if ModelConfig.from_hf(raw) != self:  # say, a sliding window in a family that has none
             raise LadderError(f"no {self.family} config.json can say what this configuration says")
         return raw

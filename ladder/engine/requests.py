@@ -88,6 +88,10 @@ class Opened:
             config = replace(config, dtype=options.dtype)
         self.config: ModelConfig = config
         config.check_degree(options.tp)
+        if config.ranks not in (1, options.tp):
+            raise LadderError(
+                f"{options.model} was trained for {config.ranks} ranks, not {options.tp}: give --tp {config.ranks}"
+            )
         ranks = (Decoder(config, Seat(rank, options.tp), device="meta") for rank in range(options.tp))
         shards = [shard for rank in ranks for shard in rank.shards()]
         self.directory.check(shards)

@@ -1,5 +1,7 @@
 """The model card of a converted checkpoint."""
 
+import re
+
 from ladder.wiring import Wiring
 
 _NATIVE = """
@@ -49,7 +51,7 @@ def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) ->
     kept = sum(name == "standard" for name in wiring.layers)
     layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
     place = {"source": source, "folder": folder, "family": family}
-    base = f"base_model: {source}\n" if "/" in source else ""  # a name that the hub knows
+    base = _base(source)
     more = (_NATIVE if native else _NO_NATIVE).format(**place)
     return _CARD.format(**place, base=base, wiring=wiring, layers=layers, native=more)
 
@@ -81,6 +83,28 @@ In transformers:
 Made by `ladder adapt`. Licence and terms are those of `{source}`.
 """
 
+_SIDE = """---
+{base}tags:
+- ladder-residual
+- {family}
+---
+
+# {folder}
+
+A side network for `{source}` under another wiring: the model's weights are not here, and not changed.
+
+    {wiring}
+
+    from ladder.adapt.side import SideModel
+    from ladder.hf import rewire
+    from transformers import AutoModelForCausalLM
+
+    backbone = rewire(AutoModelForCausalLM.from_pretrained("{source}"), "{wiring}")
+    model = SideModel.load("{folder}", backbone)
+
+Made by `ladder adapt --method side`. Licence and terms are those of `{source}`.
+"""
+
 _TRAINED = """---
 library_name: transformers
 tags:
@@ -110,12 +134,22 @@ def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: 
     kept = sum(name == "standard" for name in wiring.layers)
     layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
     place = {"source": source, "folder": folder, "family": family}
-    base = f"base_model: {source}\n" if "/" in source else ""  # a name that the hub knows
+    base = _base(source)
     more = (_NATIVE if native else _NO_NATIVE).format(**place)
     return _ADAPTED.format(**place, base=base, wiring=wiring, layers=layers, native=more)
+
+
+def side_card(source: str, folder: str, family: str, wiring: Wiring) -> str:
+    """README.md for a network beside `source`."""
+    return _SIDE.format(source=source, folder=folder, family=family, wiring=wiring, base=_base(source))
 
 
 def trained_card(folder: str, family: str, wiring: Wiring, tokens: int) -> str:
     """README.md for what was trained from scratch."""
     native = _NATIVE.format(folder=folder)
     return _TRAINED.format(folder=folder, family=family, wiring=wiring, tokens=tokens, native=native)
+
+
+def _base(source: str) -> str:
+    """The line that names a model of the hub; a directory is nobody's business."""
+    return f"base_model: {source}\n" if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else ""

@@ -129,7 +129,7 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
         raise LadderError("no wiring: name one, as in --wiring ladder or --wiring 'standard:16 ladder:16'")
     gone = ["wiring", "ladder_layers", "auto_map"]
     if pattern is not None:
-        gone.append("staleness")  # of the wiring that was
+        gone += ["staleness", "wiring_ranks"]  # of the wiring that was
     plain = {key: value for key, value in raw.items() if key not in gone}
     plain.setdefault("vocab_size", config.vocab_size)
     return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring

@@ -1,0 +1,393 @@
+"""ladder train: what is learned, logged and left; runs that are killed, and runs of several ranks."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+import ladder.hf
+from ladder.adapt import folder as place
+from ladder.adapt import trainer as module
+from ladder.adapt.flops import operations
+from ladder.adapt.options import ScratchOptions, TrainingOptions
+from ladder.adapt.recipes import RECIPES, Recipe
+from ladder.adapt.scratch import train
+from ladder.adapt.shards import Shards
+from ladder.adapt.side import SideConfig, SideModel
+from ladder.cli import main
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from tests import training as tiny
+from tests.training import BATCH, WINDOW, Stop, log, same, silent, training, until, weights
+
+assert ladder.hf
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train(ScratchOptions(out, size="tiny"), training(data, STEPS, valid=data), silent)
+    return out
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def nats(model: Any, data: Path, rows: int) -> float:
+    """Of the first windows, each token of a window but its first."""
+    ids = Shards.open(data).read(0, rows * WINDOW).view(rows, WINDOW)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+    return float(F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten()))
+
+
+# --- one run --------------------------------------------------------------------------------------------------------
+
+
+def test_learns_logs_and_tells(data: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    options = training(data, 23, valid=data, eval_tokens=10 * WINDOW, log_every=4)
+    found = train(ScratchOptions(tmp_path / "out", size="tiny"), options, lambda *what: told.append(what))
+    seen = lines(tmp_path / "out")
+    losses = [line for line in seen if "loss" in line]
+    assert [line["step"] for line in losses] == [4, 8, 12, 16, 20, 23]
+    assert losses[-1]["loss"] < losses[0]["loss"] - 1
+    for line in losses:
+        assert {"learning_rate", "grad_norm", "epoch"} <= line.keys() and line["tokens_per_s"] > 0
+        assert line["tokens"] == line["step"] * WINDOW * BATCH and "staleness" not in line
+    evaluations = [line for line in seen if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [5, 10, 15, 20, 23]
+    assert len(seen) == len(losses) + len(evaluations)
+    last = {name: evaluations[-1][name] for name in ("eval_loss", "eval_perplexity")}
+    assert found == {"main": True, **last}
+    assert math.exp(found["eval_loss"]) == pytest.approx(found["eval_perplexity"])
+    assert told[-1][:2] == (23, 23) and [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert any("tokens/s" in what for _, _, what in told) and any(what.startswith("valid ") for _, _, what in told)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.wiring == "ladder" and model.config.use_cache and model.dtype == torch.float32
+    assert nats(model, data, 10) == pytest.approx(found["eval_loss"], abs=1e-6)
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {
+        "run.json", "log.jsonl", "config.json", "generation_config.json", "model.safetensors", "README.md",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+
+
+def test_the_last_of_the_data_is_not_trained_on(data: Path, tmp_path: Path) -> None:
+    """Without --valid: the last hundredth, here two windows."""
+    options = training(data, 2, window=8)
+    found = train(ScratchOptions(tmp_path / "out", size="tiny"), options, silent)
+    shards, model = Shards.open(data), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    windows = shards.tokens // 8
+    rows = windows // 100
+    ids = shards.read((windows - rows) * 8, rows * 8).view(rows, 8)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+    wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert rows > 1 and found["eval_loss"] == pytest.approx(float(wanted), abs=1e-5)
+
+
+def test_rows_at_a_time_and_recomputing_change_nothing(data: Path, whole: Path, tmp_path: Path) -> None:
+    for name, changes in {"micro": {"micro": 2}, "recompute": {"recompute": True}}.items():
+        train(ScratchOptions(tmp_path / name, size="tiny"), training(data, STEPS, valid=data, **changes), silent)
+        for key in ("loss", "eval_loss", "grad_norm"):
+            found, wanted = log(tmp_path / name, key), log(whole, key)
+            assert [step for step, _ in found] == [step for step, _ in wanted]
+            assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-4)
+        assert log(tmp_path / name) != log(whole) or name != "micro"  # it did compute otherwise
+
+
+def test_half_precision_is_near(data: Path, whole: Path, tmp_path: Path) -> None:
+    options = training(data, STEPS, valid=data, dtype="bfloat16")
+    train(ScratchOptions(tmp_path / "out", size="tiny"), options, silent)
+    found, wanted = [value for _, value in log(tmp_path / "out")], [value for _, value in log(whole)]
+    assert found == pytest.approx(wanted, rel=0.02) and found != wanted
+    assert {each.dtype for each in weights(tmp_path / "out").values()} == {torch.float32}  # the size's own
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules(schedule: str, data: Path, tmp_path: Path) -> None:
+    options = training(data, 6, log_every=1, eval_every=6, save_every=6, schedule=schedule, warmup=0.3, lr=1e-3)
+    train(ScratchOptions(tmp_path / "out", size="tiny"), options, silent)
+    found = [rate for _, rate in log(tmp_path / "out", "learning_rate")]
+    wanted = [0.0, 0.0005]  # two steps of warm-up
+    for step in range(4):
+        fallen = {"cosine": (1 - math.cos(math.pi * step / 4)) / 2, "linear": step / 4, "constant": 0.0}[schedule]
+        wanted.append(0.001 * (1 - 0.9 * fallen))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_recipe_stands_below_what_is_given(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(32, 2, 4, 2, 48, vocab=999, context=64, tied=True, dtype="bfloat16")
+    values = {"tokens": 4 * 8 * 16, "window": 16, "batch": 8, "lr": 5e-3, "log_every": 1, "beta2": 0.9}
+    monkeypatch.setitem(RECIPES, "small", Recipe(config, "a test's", values))
+    given = TrainingOptions(data=data, lr=2e-3, window=8, device="cpu")
+    train(ScratchOptions(tmp_path / "out", recipe="small", wiring="standard:1 ladder:1"), given, silent)
+    run = json.loads((tmp_path / "out/run.json").read_text())
+    assert {name: run[name] for name in ("tokens", "window", "batch", "lr", "beta2", "clip")} == {
+        "tokens": 512, "window": 8, "batch": 8, "lr": 2e-3, "beta2": 0.9, "clip": 1.0,
+    }  # fmt: skip
+    assert [step for step, _ in log(tmp_path / "out")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.vocab_size, model.config.num_hidden_layers) == (Shards.open(data).vocab, 2)
+    assert model.config.wiring == "standard:1 ladder:1" and model.dtype == torch.bfloat16
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_every_recipe_can_be_begun(data: Path) -> None:
+    for name, row in RECIPES.items():
+        filled = row.filled(TrainingOptions(data=data))
+        micro, times = filled.rows_at_a_time(8)
+        assert 8 * micro * times == filled.batch and filled.window <= row.config.context and filled.steps > 100, name
+        assert row.filled(replace(filled, lr=0.5)).lr == 0.5
+
+
+# --- runs that are killed -------------------------------------------------------------------------------------------
+
+
+def test_killed_behind_its_last_step(data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of the last step is only written down as a model: no step more, no evaluation more."""
+    out, options = tmp_path / "out", training(data, STEPS, valid=data)
+
+    def full(folder: Path) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "finish", full)
+        with pytest.raises(OSError, match="no space"):
+            train(ScratchOptions(out, size="tiny"), options, silent)
+    assert not (out / "config.json").exists() and (out / place.FINAL).exists()
+    found = train(ScratchOptions(out, size="tiny"), options, silent)
+    assert found["eval_loss"] == log(whole, "eval_loss")[-1][1]
+    for key in ("loss", "eval_loss"):
+        assert log(out, key) == log(whole, key)
+    assert (
+        same(weights(out), weights(whole)) and not (out / "checkpoints").exists() and not (out / place.FINAL).exists()
+    )
+
+
+def test_over_the_end_of_the_data(data: Path, tmp_path: Path) -> None:
+    """A run that reads its data more than twice, with two rows at a time, stopped in its second turn."""
+    outs = tmp_path / "whole", tmp_path / "parts"
+    turn = len(module_windows(data)) // 64
+    often = {"eval_every": 100, "save_every": turn + 1, "log_every": 1}
+    options = training(data, batch=64, micro=32, tokens=(2 * turn + 3) * 64 * WINDOW, **often)
+    train(ScratchOptions(outs[0], size="tiny"), options, silent)
+    with pytest.raises(Stop):
+        train(ScratchOptions(outs[1], size="tiny"), options, until(turn + 2))
+    assert len(module.complete(outs[1] / "checkpoints")) == 1
+    train(ScratchOptions(outs[1], size="tiny"), options, silent)
+    assert log(outs[0]) == log(outs[1]) and same(weights(outs[0]), weights(outs[1]))
+    # evaluation lines come once, also where a turn ends
+    assert [step for step, _ in log(outs[0], "eval_loss")] == [options.steps]
+
+
+def module_windows(data: Path) -> range:
+    """The windows that are trained on."""
+    windows = Shards.open(data).tokens // WINDOW
+    return range((windows - max(1, windows // 100)) // 64 * 64)
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, torch shards there")
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_ranks_train_as_one_does(fsdp: bool, data: Path, whole: Path, tmp_path: Path) -> None:
+    """Killed and gone on with on the way: DDP, and FSDP2."""
+    out = tmp_path / "out"
+    run = (ScratchOptions(out, size="tiny"), training(data, STEPS, valid=data, fsdp=fsdp))
+    step = tiny.kill_behind_a_checkpoint(tiny.start("train", *run, ranks=2), out)
+    assert step < STEPS
+    shards = {path.name for path in (out / f"checkpoints/checkpoint-{step}/pytorch_model_fsdp_0").glob("*.distcp")}
+    assert shards == ({"__0_0.distcp", "__1_0.distcp"} if fsdp else set())  # each rank its own
+    before = log(out)
+    assert tiny.end(tiny.start("train", *run, ranks=2)) == [0, 0]
+    assert [line for line in before if line[0] <= step] == [line for line in log(out) if line[0] <= step]
+    for key in ("loss", "eval_loss", "learning_rate", "grad_norm"):
+        found, wanted = log(out, key), log(whole, key)
+        assert [step for step, _ in found] == [step for step, _ in wanted]
+        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], abs=1e-5)
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (out, whole))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name] - other[name]).abs().max() < 1e-4 * other[name].abs().max(), name
+    assert not (out / "checkpoints").exists()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_other_options_and_finished_runs(data: Path, whole: Path) -> None:
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    own = training(data, STEPS, valid=data)
+    for changes, message in (
+        ({"lr": 0.5}, r"is a run with lr 0\.003, not 0\.5: give the same, or name a new folder"),
+        ({"save_every": None}, "is a run with save-every 4, not None"),
+        ({"keep": 2}, "is finished: name a new folder"),
+    ):
+        with pytest.raises(LadderError, match=message):
+            train(ScratchOptions(whole, size="tiny"), replace(own, **changes), silent)  # type: ignore[arg-type]
+    with pytest.raises(LadderError, match="is a run with wiring ladder, not standard"):
+        train(ScratchOptions(whole, size="tiny", wiring="standard"), own, silent)
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+
+
+@pytest.mark.parametrize("own, changes, message", [
+    ({"size": "huge"}, {}, "unknown size 'huge': known are 1B"),
+    ({"size": None}, {}, "give either --size or --recipe; recipes are paper-1B"),
+    ({"recipe": "50M"}, {}, "give either --size or --recipe"),
+    ({"size": None, "recipe": "soup"}, {}, "unknown recipe 'soup': known are paper-1B"),
+    ({"wiring": "rope"}, {}, "unknown wiring 'rope'"),
+    ({"wiring": "none", "ranks": 2}, {}, "ends with sums that are kept local"),
+    ({"ranks": 3}, {}, "3 ranks cannot share 8 heads"),
+    ({}, {"window": 1024, "batch": 1}, "a window of 1024 is more than the model's context of 512"),
+    ({}, {"batch": 500}, r"has \d+ tokens: a step needs 8000, and an evaluation \d+ of them; give more data"),
+    ({}, {"batch": 500, "valid": "data"}, r"has \d+ tokens, a step needs 8000: give more data, or a smaller --batch"),
+    ({}, {"batch": 10, "micro": 4}, "10 rows of a rank are no multiple of --micro 4"),
+    ({}, {"valid": "other"}, "other was tokenized with another tokenizer than .*/tokenizer's"),
+    ({}, {"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
+    ({}, {"data": "empty"}, "empty has no shards.json: name a folder that ladder data made"),
+    ({}, {"data": "cut"}, r"shard-00000.bin is damaged: it has 100 bytes, not \d+; run ladder data again"),
+    ({}, {"fsdp": True}, "--fsdp shards over ranks, and there is one: start it with torchrun, or leave --fsdp out"),
+])  # fmt: skip
+def test_refused(own: dict[str, Any], changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
+    folders = {"data": data, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty", "cut": tmp_path / "cut"}
+    folders["empty"].mkdir()
+    if changes.get("data") == "cut":
+        tiny.tokens(folders["cut"])
+        with (folders["cut"] / "shard-00000.bin").open("r+b") as file:
+            file.truncate(100)
+    if changes.get("valid") == "other":
+        folders["other"] = tiny.tokens(tmp_path / "other", seed=2, vocab=280)
+    changes = {name: folders[value] if isinstance(value, str) else value for name, value in changes.items()}
+    with pytest.raises(LadderError, match=message) as refused:
+        train(
+            ScratchOptions(tmp_path / "out", **{"size": "tiny", **own}), training(**{"data": data, **changes}), silent
+        )
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"schedule": "triangle"}, "unknown schedule 'triangle': known are cosine, linear, constant"),
+    ({"dtype": "float16"}, "unknown dtype 'float16'"),
+    ({"compile": "maybe"}, "unknown compile 'maybe'"),
+    ({"device": "tpu"}, "unknown device 'tpu'"),
+    ({"tokens": 0}, "tokens must be at least 1, not 0"),
+    ({"window": 1}, "window must be at least 2, not 1"),
+    ({"save_every": 0}, "save-every must be at least 1, not 0"),
+    ({"lr": 0.0}, "lr must be a number above 0 and at most 10.0, not 0.0"),
+    ({"lr": math.nan}, "lr must be a number above 0"),
+    ({"weight_decay": -0.1}, "weight-decay must be a number from 0 to 10.0, not -0.1"),
+    ({"warmup": 1.0}, "warmup must be from 0 to below 1, not 1.0"),
+    ({"seed": -1}, r"seed must be from 0 to 2\^32 - 1, not -1"),
+    ({"batch": 1.5}, "batch must be int, not 1.5"),
+])  # fmt: skip
+def test_refused_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        TrainingOptions(**changes)
+
+
+def test_a_batch_that_ranks_cannot_share(data: Path) -> None:
+    with pytest.raises(LadderError, match="a batch of 8 rows cannot be shared by 3 ranks evenly"):
+        training(data).rows_at_a_time(3)
+    assert training(data, micro=3, batch=12).rows_at_a_time(2) == (3, 2)
+    assert training(data, micro=30).rows_at_a_time(2) == (4, 1)
+
+
+def test_a_folder_that_is_something_else(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, message in ((tmp_path, "there already, and no run of ours"), (tmp_path / "file", "is a file")):
+        with pytest.raises(LadderError, match=message):
+            train(ScratchOptions(out, size="tiny"), training(data), silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_command_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*options: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ladder", "train", *(part for each in options for part in tiny.flags(each))])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0), *capsys.readouterr()
+
+    own = ScratchOptions(tmp_path / "out", size="tiny")
+    code, out, err = run(own, training(data, 2))
+    assert (code, err) == (0, "") and out.startswith(f"wrote {tmp_path / 'out'}: loss ")
+    assert out.count("\n") == 1 and "perplexity" in out and "epoch" not in out
+    code, out, err = run(own, training(data, 2))
+    assert (code, out, err) == (2, "", f"ladder: {tmp_path / 'out'} is finished: name a new folder\n")
+    code, out, err = run(replace(own, out=tmp_path / "more"), training(tmp_path / "nothing"))
+    assert (code, out) == (2, "") and err.startswith("ladder: no such folder of tokens") and err.count("\n") == 1
+    assert not (tmp_path / "more").exists()
+
+
+def test_without_accelerate(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(LadderError, match="training needs accelerate: pip install"):
+        train(ScratchOptions(tmp_path / "out", size="tiny"), training(data), silent)
+    assert not (tmp_path / "out").exists()
+
+
+# --- how much computing it is ---------------------------------------------------------------------------------------
+
+
+def llama(**changes: Any) -> Any:
+    """hidden 32, ffn 48, 3 layers, 4 heads of 8, 2 key/value heads, vocabulary 300."""
+    config = tiny.config(**changes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # q, k and v, o, MLP, norms
+HEAD = 300 * 32
+LOOKS = 2 * (2 * 64 / 2) * 32 * 3  # forward: scores and their sums, over half of 64 tokens, by all heads and layers
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations(tied: bool) -> None:
+    wanted = 6 * (3 * LAYER + 32 + HEAD) + 3 * LOOKS  # the final norm's 32; the embedding is looked up
+    assert operations(llama(tie_word_embeddings=tied), 64) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_operations_with_lora(tied: bool) -> None:
+    model = get_peft_model(
+        llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")
+    )
+    adapters = 3 * 2 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
+    wanted = 4 * (3 * LAYER + 32 + HEAD) + 6 * adapters + 3 * LOOKS
+    assert operations(model, 64) == pytest.approx(wanted)
+
+
+def test_operations_beside_a_side_network() -> None:
+    model = SideModel(rewire(llama(), "ladder"), SideConfig(reduction=4))
+    wanted = 2 * (3 * LAYER + 32) + 4 * HEAD + 6 * model.trainable() + LOOKS
+    assert operations(model, 64) == pytest.approx(wanted)
+
+
+def test_operations_of_experts() -> None:
+    """Two of four are asked."""
+    sizes = tiny.config().to_dict()
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = MixtralConfig(**{name: sizes[name] for name in names}, vocab_size=300, num_local_experts=4)
+    layer = LAYER - 3 * 32 * 48 + 4 * 32 + 2 * 3 * 32 * 48  # the router's, and two MLPs
+    wanted = 6 * (3 * layer + 32 + HEAD) + 3 * LOOKS
+    assert operations(AutoModelForCausalLM.from_config(config), 64) == pytest.approx(wanted)

@@ -1,0 +1,187 @@
+"""Tiny tokens, models and runs for the tests of training; and runs in processes of their own, which can be killed.
+
+The processes come from one server that has imported everything once (`forkserver`): a start costs nothing then.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from ladder.adapt.options import TrainingOptions
+from ladder.adapt.texts import tokenize
+from ladder.adapt.trainer import complete
+from ladder.cli import main
+
+LIMIT = 120.0  # seconds for what would otherwise hang
+WINDOW, BATCH = 16, 8
+VOCABULARY = 300
+_WORDS = ("never", "wait", "for", "the", "network", "ladder", "of", "sums", "and", "streams", "over", "ranks", "read")
+
+
+def tokens(folder: Path, seed: int = 1, texts: int = 60, vocab: int = VOCABULARY) -> Path:
+    """A folder of shards of some thousand tokens, and its tokenizer."""
+    draw = random.Random(seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_suffix(".txt")
+    file.write_text("\n\n\n".join(" ".join(draw.choice(_WORDS) for _ in range(60)) for _ in range(texts)))
+    tokenize([file], folder, vocab=vocab)
+    return folder
+
+
+def config(**changes: Any) -> LlamaConfig:
+    size = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    return LlamaConfig(**{**size, "bos_token_id": 0, "eos_token_id": 0, **changes})
+
+
+def model(folder: Path, data: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A random model with the tokenizer of `data`, strong enough that its wiring matters."""
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(config(**changes))
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.2)
+    made.to(dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+def training(data: Path, steps: int = 20, **changes: Any) -> TrainingOptions:
+    """A run of so many steps."""
+    rows = {"window": WINDOW, "batch": BATCH, "tokens": steps * WINDOW * BATCH}
+    often = {"log_every": 2, "eval_every": 5, "save_every": 4, "device": "cpu", "lr": 3e-3}
+    return TrainingOptions(**{"data": data, "eval_tokens": 12 * WINDOW, **rows, **often, **changes})
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """A progress that tells nobody."""
+
+
+class Stop(Exception):
+    """Raised in the middle of a run."""
+
+
+def until(step: int, asking: bool = False) -> Callable[[int, int, str], None]:
+    """A progress that stops a run at a step; or its teacher, who is being asked."""
+
+    def progress(done: int, total: int, what: str) -> None:
+        if done >= step and asking == (what == "asking the original"):
+            raise Stop
+
+    return progress
+
+
+def log(out: Path, key: str = "loss") -> list[tuple[int, float]]:
+    """(step, value) of the lines of log.jsonl that have `key`."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [(line["step"], line[key]) for line in lines if key in line]
+
+
+def weights(out: Path, name: str = "model.safetensors") -> dict[str, Tensor]:
+    return load_file(out / name)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def command(arguments: list[str], environment: dict[str, str], broken: str | None) -> None:
+    """`ladder ARGUMENTS` in this process, which kills itself in the middle of writing the checkpoint `broken`."""
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    sys.argv = ["ladder", *arguments]
+    write = torch.save
+
+    def half(content: Any, file: Any, *more: Any, **named: Any) -> None:
+        write(content, file, *more, **named)
+        if broken is not None and broken in str(file) and "optimizer" in str(file):
+            os.truncate(file, 100)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = half
+    main()
+
+
+def flags(options: Any) -> list[str]:
+    """Options as the command line spells them, those without a name first."""
+    named, bare = list[str](), list[str]()
+    for name, entry in options.__dataclass_fields__.items():
+        value = getattr(options, name)
+        if entry.metadata.get("argument"):
+            bare.append(str(value))
+        elif value != entry.default:
+            named += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return bare + named
+
+
+def start(verb: str, *options: Any, ranks: int = 1, broken: str | None = None) -> list[ForkServerProcess]:
+    """`ladder VERB` with these options, in a process or, as torchrun would, in several."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training", "ladder.adapt.distill", "ladder.adapt.scratch", "peft"])
+    environment = [{}] if ranks == 1 else _world(ranks)
+    arguments = [verb, *(flag for group in options for flag in flags(group))]
+    found = [context.Process(target=command, args=(arguments, each, broken)) for each in environment]
+    for process in found:
+        process.start()
+    return found
+
+
+def _world(ranks: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    return [{name: str(value) for name, value in each.items()} for each in world]
+
+
+def end(processes: list[ForkServerProcess]) -> list[int | None]:
+    """Exit statuses, the negative signal of those that were killed; nobody is left."""
+    deadline = time.monotonic() + LIMIT
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def kill_behind_a_checkpoint(processes: list[ForkServerProcess], out: Path) -> int:
+    """SIGKILL for all once there is a complete checkpoint and a step more in the log; returns the checkpoint's step."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        found = complete(out / "checkpoints")
+        step = int(found[-1].name.rpartition("-")[2]) if found else None
+        text = (out / "log.jsonl").read_text() if step is not None else ""
+        if step is not None and any(json.loads(line)["step"] > step for line in text.split("\n")[:-1]):
+            break
+        assert time.monotonic() < deadline and all(process.is_alive() for process in processes)
+        time.sleep(0.002)
+    for process in processes:
+        process.kill()
+    assert set(end(processes)) == {-signal.SIGKILL}
+    return step
