@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from ladder.config import SIZES, ModelConfig, Rope
+from ladder.engine.options import EngineOptions
+from ladder.engine.requests import Opened
 from ladder.errors import LadderError
 from ladder.layers.rope import frequencies
 from ladder.model import Decoder
+from tests.checkpoints import tiny
 from tests.families import make
 
 # hidden, layers, heads, kv heads, ffn, vocabulary; parameters in billions as published (the paper's: as its names say)
@@ -30,6 +33,9 @@ PUBLISHED = {
     "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128_256, 1.24),
     "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128_256, 3.21),
     "smollm2-135m": (576, 30, 9, 3, 1536, 49_152, 0.1345),
+    "50M": (640, 10, 8, 8, 1792, 16_384, 0.0613),  # ours, as its name says, and the embedding
+    "50M-long": (640, 13, 8, 8, 1792, 16_384, 0.0765),
+    "embedded": (320, 8, 8, 8, 864, 4096, 0.01123),
 }
 
 
@@ -45,7 +51,7 @@ def test_sizes(name: str) -> None:
 def test_every_size_is_tested_and_has_its_degrees() -> None:
     assert SIZES.keys() == PUBLISHED.keys() | {"tiny", "quick"}
     degrees = {name: config.degrees() for name, config in SIZES.items()}
-    assert degrees["tiny"] == [1, 2, 4, 8]
+    assert degrees["tiny"] == degrees["50M"] == degrees["embedded"] == [1, 2, 4, 8]
     assert degrees["smollm2-135m"] == [1, 3]
     assert {1, 2, 4, 8, 16} <= set(degrees["llama-3.1-405b"])
     assert 8 not in degrees["3B"] and 8 in degrees["3B-32h"]
@@ -166,3 +172,17 @@ def test_first_layers() -> None:
     config = ModelConfig(64, 4, 8, 4, 128, vocab=320, windows=(None, 3, None, 5)).rewired("ladder")
     part = config.first(2)
     assert (part.layers, part.windows, str(part.wiring), part.hidden) == (2, (None, 3), "standard", 64)
+
+
+def test_the_degree_that_a_checkpoint_was_trained_for(tmp_path: Path) -> None:
+    """Kept in config.json, forgotten under another wiring; other degrees are refused before a weight is read."""
+    directory = tiny(tmp_path / "model", "desync-2x")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**raw, "wiring_ranks": 2}))
+    config = ModelConfig.from_directory(directory)
+    assert config.ranks == 2 and config.to_hf()["wiring_ranks"] == 2
+    assert config.rewired("ladder").ranks == 1 and "wiring_ranks" not in config.rewired("ladder").to_hf()
+    assert Opened(EngineOptions(directory, tp=2), tokenizer=False).config.ranks == 2
+    with pytest.raises(LadderError, match="was trained for 2 ranks, not 4: give --tp 2"):
+        Opened(EngineOptions(directory, tp=4), tokenizer=False)
+    assert Opened(EngineOptions(directory, wiring="ladder", tp=4), tokenizer=False).config.ranks == 1

@@ -10,15 +10,15 @@ from ladder.errors import LadderError
 
 @dataclass(frozen=True)
 class Recipe:
-    """`size` is the name of one, or the dimensions themselves."""
+    """A named size, and options of its training."""
 
-    size: str | ModelConfig
+    size: str
     what: str
     training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingOptions
 
     @property
     def config(self) -> ModelConfig:
-        return ModelConfig.named(self.size) if isinstance(self.size, str) else self.size
+        return ModelConfig.named(self.size)
 
     def filled(self, given: TrainingOptions) -> TrainingOptions:
         """The recipe's values for every option that was left at its default."""
@@ -43,13 +43,13 @@ RECIPES: dict[str, Recipe] = {
     "paper-1.5B": Recipe("1.5B", "its larger ladder model of about the same speed", _PAPER),
     "paper-3B": Recipe("3B", "the paper's larger model from scratch", _PAPER | {"micro": 4}),
     "paper-4.5B": Recipe("4.5B", "its larger ladder model of about the same speed", _PAPER | {"micro": 4}),
-    # experiments/quality.py: wirings side by side
-    "50M": Recipe(ModelConfig(640, 10, 10, 10, 1792, 16_384, context=2048, tied=True, dtype="bfloat16"),
-                  "50 million parameters besides the embedding", _SMALL),
-    "50M-long": Recipe(ModelConfig(640, 13, 10, 10, 1792, 16_384, context=2048, tied=True, dtype="bfloat16"),
-                       "the same with 30% more layers", _SMALL),
+    # experiments/scratch.py: wirings side by side
+    "50M": Recipe("50M", "50 million parameters besides the embedding", _SMALL),
+    "50M-long": Recipe("50M-long", "the same with 30% more layers", _SMALL),
     # the model inside the package
-    "embedded": Recipe(ModelConfig(320, 8, 8, 8, 864, 4096, context=1024, tied=True, dtype="bfloat16"),
-                       "small enough to be shipped: 8 heads, 4096 tokens",
-                       _SMALL | {"tokens": 600_000_000, "lr": 4e-3, "batch": 128, "micro": 128}),
-}  # fmt: skip
+    "embedded": Recipe(
+        "embedded",
+        "small enough to be shipped: 8 heads, 4096 tokens",
+        _SMALL | {"tokens": 600_000_000, "lr": 4e-3, "batch": 128, "micro": 128},
+    ),
+}

@@ -35,7 +35,11 @@ SIZES: dict[str, ModelConfig] = {
     "llama-3.2-1b": _size(2048, 16, 32, 8, 8192, **_LLAMA_32),
     "llama-3.2-3b": _size(3072, 28, 24, 8, 8192, **_LLAMA_32),
     "smollm2-135m": _size(576, 30, 9, 3, 1536, vocab=49_152, context=8192, rope=Rope(1e5), tied=True),
-    # for tests and the demo: shards over 8 ranks, with its 4 key/value heads replicated
+    # trained here from scratch: wirings side by side, and what comes with the package
+    "50M": _size(640, 10, 8, 8, 1792, vocab=16_384, context=2048, tied=True),
+    "50M-long": _size(640, 13, 8, 8, 1792, vocab=16_384, context=2048, tied=True),
+    "embedded": _size(320, 8, 8, 8, 864, vocab=4096, context=1024, tied=True),
+    # for tests: shards over 8 ranks, with its 4 key/value heads replicated
     "tiny": ModelConfig(64, 4, 8, 4, 128, vocab=320, context=512),
     # for `ladder bench --preset quick`: half of a sub-block takes a CPU core some milliseconds, and all fits a laptop
     "quick": ModelConfig(2048, 8, 16, 16, 4096, vocab=4096, context=2048),

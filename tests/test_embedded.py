@@ -1,0 +1,44 @@
+"""The model inside the package: small, wired, with a tokenizer of its own, and it has learned English."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ladder import LLM, SamplingParams
+from ladder.config import ModelConfig
+from ladder.engine.options import EMBEDDED
+from ladder.hf.measures import perplexity
+
+TEXT = (
+    "When the rain had stopped, the two children went down to the river to look for the boat which their father had "
+    "left there in the evening. The water was high, and the bridge was gone. They stood for a long time without "
+    "a word, and then the elder said that they must go home and tell their mother what had happened."
+)
+
+
+def test_what_is_shipped() -> None:
+    config = ModelConfig.from_directory(EMBEDDED)
+    assert sum(file.stat().st_size for file in EMBEDDED.iterdir()) <= 25e6
+    assert config.heads == 8 and set(config.wiring.layers) == {"ladder"} and config.degrees() == [1, 2, 4, 8]
+    assert "CC BY-SA" in (EMBEDDED / "README.md").read_text(encoding="utf-8")  # where its text came from
+
+
+def test_it_has_learned_english() -> None:
+    """Words in their order are far likelier than the same words in another, and none are out of the vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    words = TEXT.split()
+    random.Random(1).shuffle(words)
+    ordered, shuffled = (perplexity(model, tokenizer(text)["input_ids"]).value for text in (TEXT, " ".join(words)))
+    assert ordered < 40 < 5 * ordered < shuffled
+    assert ordered == pytest.approx(perplexity(model, tokenizer(TEXT)["input_ids"], window=1024).value)
+
+
+def test_it_is_what_generates_where_nothing_else_is_named() -> None:
+    params = SamplingParams(40, 0.8, top_p=0.9, seed=4)
+    with LLM(dtype="float32") as llm:
+        found = llm.generate(["It was a dark and stormy night"], params)[0]
+    assert found.text is not None and len(set(found.text.split())) > 12
