@@ -124,8 +124,7 @@ def party(chance: random.Random, count: int) -> list[Guest]:
     ]
 
 
-@pytest.mark.parametrize("wiring", SHARED)
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp, wiring", [*((2, wiring) for wiring in SHARED), (4, "standard"), (4, "ladder")])
 def test_processes_say_what_one_process_says(model: Path, wiring: str, tp: int) -> None:
     chance = random.Random(f"{wiring} {tp}")
     parties = [party(chance, count) for count in (1, chance.randint(2, 15), 16)]

@@ -115,13 +115,15 @@ function tell(group, x, y) {
 }
 const over = (event) => event.target.closest?.(".mark");
 addEventListener("pointermove", (event) => (over(event) ? tell(over(event), event.clientX, event.clientY) : document.activeElement?.told || (tip.hidden = true)));
-addEventListener("focusin", (event) => {
-  if (!event.target.told) return void (tip.hidden = true);
-  const place = event.target.getBoundingClientRect();
-  tell(event.target, place.x + place.width / 2, place.y);
-});
+function tellOf(mark) {
+  if (!mark?.told) return void (tip.hidden = true);
+  const place = mark.getBoundingClientRect();
+  tell(mark, place.x + place.width / 2, place.y);
+}
+addEventListener("focusin", (event) => tellOf(event.target));
 addEventListener("focusout", () => (tip.hidden = true));
-addEventListener("scroll", () => (tip.hidden = true), true);
+// a mark that gets the focus is scrolled into view, and its numbers go with it
+addEventListener("scroll", () => tellOf(tip.hidden ? null : document.activeElement), true);
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") tip.hidden = true;
   const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
