@@ -41,9 +41,11 @@ ARMS: dict[str, Arm] = {
     "half-finetune": Arm(HALF, {"kl_weight": 0.0, "lm_weight": 1.0, "staleness": 0.0}, 3e-4),
     "half-distill": Arm(HALF, {"staleness": 0.0}),
     "half-schedule": Arm(HALF, {"staleness": 0.5}),
+    "half-streams": Arm(HALF, {"staleness": 0.5, "hidden_weight": 1.0}),
     "all-finetune": Arm(ALL, {"kl_weight": 0.0, "lm_weight": 1.0, "staleness": 0.0}, 3e-4),
     "all-distill": Arm(ALL, {"staleness": 0.0}),
     "all-schedule": Arm(ALL, {"staleness": 0.5}),
+    "all-streams": Arm(ALL, {"staleness": 0.5, "hidden_weight": 1.0}),
 }
 
 

@@ -139,6 +139,15 @@ def test_plain_fine_tuning(model: Path, data: Path, tmp_path: Path) -> None:
     assert log(tmp_path / "out", "staleness") == []
 
 
+def test_the_originals_streams_teach_too(model: Path, data: Path, tmp_path: Path) -> None:
+    """Without a word about its answers: what it says comes near, since what it is made of does."""
+    options = AdaptOptions(str(model), tmp_path / "out", kl_weight=0.0, hidden_weight=1.0, staleness=0.0)
+    found = adapt(options, run_of(data, 30), silent)
+    losses = [value for _, value in log(tmp_path / "out")]
+    begun = measured(rewire(AutoModelForCausalLM.from_pretrained(model), "ladder"), model, data)
+    assert losses[-1] < 0.7 * losses[0] and found["eval_kl"] < 0.7 * begun.kl.value
+
+
 # --- runs that are killed -------------------------------------------------------------------------------------------
 
 
@@ -271,6 +280,8 @@ def test_refused(
     ({"method": "magic"}, "unknown method 'magic': known are full, lora, side"),
     ({"kl_weight": 0.0}, "--kl-weight and --lm-weight are both 0: nothing would be learned"),
     ({"kl_weight": -1.0}, "kl-weight must be from 0 to 1000, not -1.0"),
+    ({"hidden_weight": 1.0, "teacher_top": 4}, "--hidden-weight needs the original in memory"),
+    ({"hidden_weight": 1.0, "method": "side"}, "--hidden-weight trains the model's layers"),
     ({"kl_weight": 0.0, "lm_weight": 1.0, "teacher_top": 4}, "--teacher-top needs a --kl-weight above 0"),
     ({"staleness": 1.5}, "staleness must be from 0 to 1, not 1.5"),
     ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),

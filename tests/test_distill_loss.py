@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.adapt import loss as module
-from ladder.adapt.loss import Top, Weights, distance, next_tokens, top
+from ladder.adapt.loss import Top, Weights, apart, distance, next_tokens, top
 
 ROWS, VOCABULARY = 14, 37
 
@@ -71,6 +71,18 @@ def test_the_top_says_what_the_whole_says_the_better_the_larger_it_is() -> None:
     whole = distance(logits(1), logits(2), targets(), Weights(1.0, 0.0)).item()
     far = [distance(logits(1), top(logits(2), k), targets(), Weights(1.0, 0.0)).item() for k in (1, 4, 16, VOCABULARY)]
     assert far == sorted(far) and far[-1] == pytest.approx(whole, abs=1e-3)
+
+
+def test_streams_apart() -> None:
+    """Every token counts alike, whatever its size; nothing where they are the same."""
+    ours, theirs = ([torch.randn(2, 3, 5, dtype=torch.float64) * scale for scale in (1, 100)] for _ in range(2))
+    one_by_one = [
+        float((a - b) @ (a - b) / (b @ b))
+        for mine, wanted in zip(ours, theirs, strict=True)
+        for a, b in zip(mine.reshape(-1, 5), wanted.reshape(-1, 5), strict=True)
+    ]
+    assert float(apart(ours, theirs)) == pytest.approx(sum(one_by_one) / len(one_by_one), rel=1e-5)
+    assert apart(theirs, theirs) == 0
 
 
 def test_targets_are_the_next_tokens() -> None:

@@ -53,7 +53,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
                 return remember(original(), data.train, folder, top, facts, progress)
 
         teacher: Teacher | None = None
-        if options.kl_weight:
+        if options.kl_weight or options.hidden_weight:
             teacher = Remembered() if options.teacher_top else Present(original())
         steps = 0 if options.method == "side" else round(options.staleness * training.steps)
         kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
@@ -61,7 +61,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # what is new in the model is drawn
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0), options)
-        weights = Weights(options.kl_weight, options.lm_weight)
+        weights = Weights(options.kl_weight, options.lm_weight, options.hidden_weight)
         finish = _finisher(options, wiring, tokenizer, own)
         return Job(model, weights, teacher, asked if options.teacher_top else lambda: data.train, steps, finish)
 

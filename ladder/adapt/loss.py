@@ -1,12 +1,13 @@
 """What a model is trained to lower: the distance to its teacher, and to the text.
 
     loss = kl_weight * KL(teacher || student) over all tokens  +  lm_weight * cross-entropy of the next token
+           + hidden_weight * |stream - teacher's|^2 / |teacher's|^2 after each layer, a mean over tokens and layers
 
 Logits are as large as tokens x vocabulary, so what is made of them is made some rows at a time, and the gradient is
 made with the loss: nothing of float32 and of that size ever exists.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ Piece = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Of the two terms."""
+    """Of the three terms."""
 
     kl: float
     lm: float
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,15 @@ def _kl(logs: Tensor, chances: Tensor, teacher: Tensor | Top) -> tuple[Tensor, T
 
 def _rest(chances: Tensor) -> Tensor:
     return (1 - chances.sum(-1)).clamp(min=1e-6)
+
+
+def apart(streams: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """How far [batch, tokens, hidden] streams are from those that are wanted, relative to these: a mean over all."""
+    far = [
+        ((ours.float() - theirs.float()).square().sum(-1) / theirs.float().square().sum(-1).clamp(min=1e-12)).mean()
+        for ours, theirs in zip(streams, wanted, strict=True)
+    ]
+    return torch.stack(far).mean()
 
 
 def top(logits: Tensor, count: int) -> Top:

@@ -107,6 +107,7 @@ class AdaptOptions:
     method: str = option("full", "What is trained: full (all weights), lora, or side (a small network beside them).")
     kl_weight: float = option(1.0, "Of the KL divergence from the original, over all tokens.")
     lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
+    hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
     staleness: float = option(0.5, "Share of the steps in which staleness moves from 0 to 1; 0: the wiring at once.")
     teacher_top: int = option(
         0, "Keep only so many of the original's logits, on disk; 0: the original stays in memory."
@@ -117,11 +118,15 @@ class AdaptOptions:
     def __post_init__(self) -> None:
         check_types(self)
         _known("method", self.method, METHODS)
-        for name in ("kl_weight", "lm_weight"):
+        for name in ("kl_weight", "lm_weight", "hidden_weight"):
             if not 0 <= getattr(self, name) <= 1e3:
                 raise LadderError(f"{name.replace('_', '-')} must be from 0 to 1000, not {getattr(self, name)}")
-        if not self.kl_weight + self.lm_weight:
+        if not self.kl_weight + self.lm_weight + self.hidden_weight:
             raise LadderError("--kl-weight and --lm-weight are both 0: nothing would be learned")
+        if self.hidden_weight and self.teacher_top:
+            raise LadderError("--hidden-weight needs the original in memory: leave out --teacher-top")
+        if self.hidden_weight and self.method == "side":
+            raise LadderError("--hidden-weight trains the model's layers, which --method side leaves as they are")
         if not 0 <= self.staleness <= 1:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
         if self.teacher_top < 0:

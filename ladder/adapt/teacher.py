@@ -24,8 +24,10 @@ _AT_ONCE = 8  # rows of a teacher's pass
 class Teacher(Protocol):
     """Who knows what the original would say."""
 
-    def answers(self, inputs: dict[str, Tensor]) -> Tensor | Top:
-        """For a batch [rows, tokens]: logits [rows * tokens, vocabulary], or the top of them."""
+    def answers(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Tensor | Top, tuple[Tensor, ...]]:
+        """For a batch [rows, tokens]: logits [rows * tokens, vocabulary], or the top of them; and where `streams` are
+        wanted the stream after each layer.
+        """
         ...
 
 
@@ -35,20 +37,20 @@ class Present:
     def __init__(self, model: Any) -> None:
         self._model = model.eval().requires_grad_(False)
 
-    def answers(self, inputs: dict[str, Tensor]) -> Tensor:
+    def answers(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
         tokens = inputs["input_ids"]
         if self._model.device != tokens.device:
             self._model.to(tokens.device)
         with torch.no_grad():
-            logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
-        return logits.flatten(0, 1)
+            said = self._model(input_ids=tokens, use_cache=False, output_hidden_states=streams)
+        return said.logits.flatten(0, 1), said.hidden_states[1:] if streams else ()
 
 
 class Remembered:
     """What was kept on disk comes with the batch."""
 
-    def answers(self, inputs: dict[str, Tensor]) -> Top:
-        return Top(inputs["teacher_logs"].flatten(0, 1).float(), inputs["teacher_ids"].flatten(0, 1).long())
+    def answers(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Top, tuple[Tensor, ...]]:
+        return Top(inputs["teacher_logs"].flatten(0, 1).float(), inputs["teacher_ids"].flatten(0, 1).long()), ()
 
 
 class Memory(Dataset[dict[str, Tensor]]):

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ladder.adapt.flops import operations, peak
-from ladder.adapt.loss import Weights, distance, next_tokens, piece
+from ladder.adapt.loss import Weights, apart, distance, next_tokens, piece
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.teacher import Teacher
 from ladder.errors import LadderError
@@ -127,9 +127,19 @@ class Run(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
-        teacher = self._teacher.answers(inputs) if self._teacher is not None and self._weights.kl else None
-        loss = distance(logits, teacher, next_tokens(inputs["labels"]).flatten(), self._weights, self._work)
+        weights, streams = self._weights, bool(self._weights.hidden)
+        said = model(
+            input_ids=inputs["input_ids"], use_cache=False, **({"output_hidden_states": True} if streams else {})
+        )
+        teacher: Any = None
+        wanted: tuple[Tensor, ...] = ()
+        if self._teacher is not None and (weights.kl or streams):
+            teacher, wanted = self._teacher.answers(inputs, streams)
+        loss = distance(
+            said.logits.flatten(0, 1), teacher, next_tokens(inputs["labels"]).flatten(), weights, self._work
+        )
+        if streams:
+            loss = loss + weights.hidden * apart(said.hidden_states[1:], wanted)
         return (loss, None) if return_outputs else loss
 
     def staleness(self) -> float | None:
@@ -181,7 +191,7 @@ class Run(Trainer):  # type: ignore[misc]
         nats = distance(logits, None, targets, Weights(0.0, 1.0)) * counted
         far = agree = nats.new_zeros(())
         if self._teacher is not None and self._sees_teacher:
-            said = self._teacher.answers(inputs)
+            said, _ = self._teacher.answers(inputs)
             assert isinstance(said, Tensor)
             far = distance(logits, said, targets, Weights(1.0, 0.0)) * len(logits)
             agree = (logits.argmax(-1) == said.argmax(-1)).sum()
