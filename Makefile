@@ -17,12 +17,14 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("ladder needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(READY)
-	$(BIN)/ladder generate --tp 2 --prompt $(PROMPT) $(WRITE)
+	@printf '\n%s' $(PROMPT)
+	@$(BIN)/ladder generate --tp 2 --prompt $(PROMPT) $(WRITE)
+	@echo
 	$(BIN)/ladder generate --tp 1 --prompt $(PROMPT) $(WRITE) --json
 	$(BIN)/ladder generate --tp 4 --prompt $(PROMPT) $(WRITE) --json
 	@echo "The model inside the package, wired ladder: the same words on one rank, on two and on four."

@@ -23,7 +23,7 @@ from ladder.adapt.scratch import train
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.cli import main
-from ladder.config import ModelConfig
+from ladder.config import SIZES, ModelConfig
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from tests import training as tiny
@@ -137,7 +137,8 @@ def test_schedules(schedule: str, data: Path, tmp_path: Path) -> None:
 def test_a_recipe_stands_below_what_is_given(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(32, 2, 4, 2, 48, vocab=999, context=64, tied=True, dtype="bfloat16")
     values = {"tokens": 4 * 8 * 16, "window": 16, "batch": 8, "lr": 5e-3, "log_every": 1, "beta2": 0.9}
-    monkeypatch.setitem(RECIPES, "small", Recipe(config, "a test's", values))
+    monkeypatch.setitem(SIZES, "small", config)
+    monkeypatch.setitem(RECIPES, "small", Recipe("small", "a test's", values))
     given = TrainingOptions(data=data, lr=2e-3, window=8, device="cpu")
     train(ScratchOptions(tmp_path / "out", recipe="small", wiring="standard:1 ladder:1"), given, silent)
     run = json.loads((tmp_path / "out/run.json").read_text())
