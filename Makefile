@@ -19,6 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1  # by all cores, which pip does by one
 	touch $@
 
 demo: $(READY)
@@ -40,7 +41,7 @@ test: $(READY) browser
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@$(BIN)/python -m compileall -q ladder  # once, for the hundreds of processes that the tests start
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3  # on two cores: many tests wait for processes, not for the processor
 
 clean:
 	rm -rf $(VENV) build

@@ -1,11 +1,13 @@
 """What all tests share: one thread per rank, and one world of emulated ranks per degree."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from ladder.cli import main
 from ladder.comm.emulated import World
 
 DEGREES = (1, 2, 4, 8)
@@ -27,3 +29,17 @@ def worlds() -> Iterator[dict[int, World]]:
     yield worlds
     for world in worlds.values():
         world.close()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`ladder ARGUMENTS` in this process: exit status, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ladder", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        printed = capsys.readouterr()
+        return int(left.value.code or 0), printed.out, printed.err
+
+    return run

@@ -15,24 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE, Directory
-from ladder.cli import main
 from tests.checkpoints import byte_tokenizer, tiny
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`ladder ARGUMENTS` in this process: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ladder", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

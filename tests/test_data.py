@@ -11,6 +11,7 @@ import signal
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import ladder.cli.data as _data
 from ladder.adapt.documents import documents
 from ladder.adapt.shards import Shards, Windows, Writer
 from ladder.adapt.texts import fingerprint, tokenize, train_tokenizer
-from ladder.cli import main
 from ladder.errors import LadderError
 from tests.checkpoints import END, byte_tokenizer, tiny
 
@@ -36,17 +36,9 @@ TEXTS = ["One ünd two.\nThree\n\nfour", "five \N{SNOWMAN}", "  six", "seven, ei
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(run: Run) -> Run:
     """`ladder data ARGUMENTS` in this process: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ladder", "data", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
+    return partial(run, "data")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from ladder.adapt.propose import Machine, propose, size_for
 from ladder.adapt.scan import Damage, Scan, extended, scan, sizes, windows_of
-from ladder.cli import main
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.hf import rewire
@@ -323,20 +322,6 @@ def test_refused_scans(model: Any, windows: Tensor) -> None:
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`ladder ARGUMENTS` in this process: exit status, standard output, standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ladder", *map(str, arguments)])
-        with pytest.raises(SystemExit) as left:
-            main()
-        printed = capsys.readouterr()
-        return int(left.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

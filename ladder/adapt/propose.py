@@ -16,10 +16,7 @@ from ladder.perf.plan import MOST_RANKS, ROOM, TooLarge, known_link
 from ladder.perf.predict import Setting, decoding, engine_of
 from ladder.wiring import Wiring
 
-PROMPT, NEW = (
-    1024,
-    512,
-)  # tokens of a request, as `ladder plan` has them; in the same parts of a context that is shorter
+PROMPT, NEW = 1024, 512  # tokens of a request, as `ladder plan` has them; the same parts of a context that is shorter
 Predictor = Callable[[Wiring], float]  # how many times as fast as the standard wiring a token is made
 
 
@@ -145,10 +142,8 @@ def _check_memory(s: Setting) -> None:
         return
     more = (replace(s, tp=tp) for tp in s.config.degrees() if s.tp < tp <= MOST_RANKS)
     fits = next((wider.tp for wider in more if wider.weight_bytes + wider.cache_bytes <= room), None)
-    need, way = (
-        (s.weight_bytes + s.cache_bytes) / 1e9,
-        f"--tp {fits}" if fits else "a larger --chip or fewer --requests",
-    )
+    need = (s.weight_bytes + s.cache_bytes) / 1e9
+    way = f"--tp {fits}" if fits else "a larger --chip or fewer --requests"
     raise TooLarge(
         f"the model at TP {s.tp} needs {need:.0f} GB on each GPU, {s.chip.name} has {s.chip.memory_gb:g}: try {way}"
     )

@@ -8,9 +8,7 @@ What looks like one of the tokenizer's special tokens becomes that token, as it 
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ladder.adapt.documents import Piece, check_files, documents
 from ladder.adapt.shards import TOKENIZER, Shards, Writer
 from ladder.errors import LadderError
+from ladder.hf.convert import check_new, new_folder
 from ladder.hf.load import pretrained, quiet  # ladder.hf also teaches AutoTokenizer what a wired checkpoint is
 
 END = "<|end|>"  # of a text, for tokenizers that are trained here
@@ -53,13 +52,13 @@ def tokenize(
     if vocab is not None and not BYTES < vocab <= LARGEST:
         raise LadderError(f"a vocabulary of {vocab}: {BYTES + 1} (all bytes and {END}) to {LARGEST} are possible")
     check_files(files, field)
-    _check_out(out)
+    check_new(out)
     words = train_tokenizer(files, vocab, field) if vocab is not None else load_tokenizer(tokenizer)
     if words.eos_token_id is None:
         raise LadderError(
             f"the tokenizer {tokenizer} has no end-of-text token (eos): take another, or train one (--vocab)"
         )
-    with _new_folder(out) as folder:
+    with new_folder(out) as folder:
         words.save_pretrained(folder / TOKENIZER)
         with Writer(folder, max(words.get_vocab().values()) + 1, shard_tokens) as writer:
             counts = _write(writer, files, field, words, progress or (lambda done, total: None))
@@ -172,24 +171,3 @@ def _plain(value: Any) -> Any:
 
 
 # --- the folder -----------------------------------------------------------------------------------------------------
-
-
-def _check_out(out: Path) -> None:
-    above = next(path for path in (out, *out.parents) if path.exists())
-    if not above.is_dir():
-        raise LadderError(f"{out} cannot be made: {above} is a file")
-    if above == out and any(out.iterdir()):
-        raise LadderError(f"{out} is there already: name a new folder")
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that is gone afterwards, unless it was given its name."""
-    folder = out.with_name(out.name + ".partial")
-    if folder.exists():
-        raise LadderError(f"{folder} is there already, left by a run that was killed or is still at work: remove it")
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

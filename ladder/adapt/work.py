@@ -89,8 +89,8 @@ def work(
         train = job.windows()
         if options.precision == "bfloat16":
             _inner(job.model).get_input_embeddings().register_forward_hook(_halved)
-        if options.compiled:
-            compile_layers(_inner(job.model))
+        if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
+            compile_layers(getattr(job.model, "network", _inner(job.model)))
         run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.stale_steps, progress)
         found = complete(out / place.CHECKPOINTS)
         last = run.go(found[-1] if found else None)

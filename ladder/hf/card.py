@@ -48,12 +48,7 @@ def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) ->
     """README.md for a folder that was made from `source`."""
     if wiring.is_standard:
         return f"# {folder}\n\nThe weights of `{source}`, unchanged, in the standard wiring.\n"
-    kept = sum(name == "standard" for name in wiring.layers)
-    layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
-    place = {"source": source, "folder": folder, "family": family}
-    base = _base(source)
-    more = (_NATIVE if native else _NO_NATIVE).format(**place)
-    return _CARD.format(**place, base=base, wiring=wiring, layers=layers, native=more)
+    return _filled(_CARD, source, folder, family, wiring, native)
 
 
 _ADAPTED = """---
@@ -131,12 +126,7 @@ Made by `ladder train`.
 
 def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
     """README.md for what was adapted from `source`."""
-    kept = sum(name == "standard" for name in wiring.layers)
-    layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
-    place = {"source": source, "folder": folder, "family": family}
-    base = _base(source)
-    more = (_NATIVE if native else _NO_NATIVE).format(**place)
-    return _ADAPTED.format(**place, base=base, wiring=wiring, layers=layers, native=more)
+    return _filled(_ADAPTED, source, folder, family, wiring, native)
 
 
 def side_card(source: str, folder: str, family: str, wiring: Wiring) -> str:
@@ -148,6 +138,14 @@ def trained_card(folder: str, family: str, wiring: Wiring, tokens: int) -> str:
     """README.md for what was trained from scratch."""
     native = _NATIVE.format(folder=folder)
     return _TRAINED.format(folder=folder, family=family, wiring=wiring, tokens=tokens, native=native)
+
+
+def _filled(text: str, source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
+    kept = sum(name == "standard" for name in wiring.layers)
+    layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
+    place = {"source": source, "folder": folder, "family": family}
+    more = (_NATIVE if native else _NO_NATIVE).format(**place)
+    return text.format(**place, base=_base(source), wiring=wiring, layers=layers, native=more)
 
 
 def _base(source: str) -> str:

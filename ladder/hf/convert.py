@@ -47,16 +47,13 @@ def convert(
     Without `wiring`: the one that the source's config names already (`wiring`, or the paper's `ladder_layers`).
     """
     out = out.resolve()
-    if not _existing(out).is_dir():
-        raise LadderError(f"{out} cannot be made: {_existing(out)} is a file")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise LadderError(f"{out} is there already: name a new folder")
+    check_new(out)
     source = Path(model)
     if source.is_dir():
         return _convert(source, source.resolve().name, out, wiring, progress)  # where it lies is nobody's business
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise LadderError(f"no such model directory: {model[:200]}; a model of the hub is named as in org/name")
-    with _new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
+    with new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
         _download(model, revision, folder)
         return _convert(folder, model, out, wiring, progress, move=True)
 
@@ -75,7 +72,7 @@ def _convert(
     total = sum(file.stat().st_size for file in [*files, *beside])
     if not move and (free := shutil.disk_usage(_existing(out)).free) < total:
         raise LadderError(f"{out} needs {total / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left")
-    with _new_folder(out, ".partial") as folder:
+    with new_folder(out) as folder:
         done = 0
         for file in [*beside, *files]:
             if move:
@@ -171,8 +168,16 @@ def _download(model: str, revision: str | None, folder: Path) -> None:
         raise LadderError(f"{model} cannot be had from the hub: {' '.join(str(error).split())[:300]}") from None
 
 
+def check_new(out: Path) -> None:
+    """Refuse a folder that is something already, or that cannot be made."""
+    if not _existing(out).is_dir():
+        raise LadderError(f"{out} cannot be made: {_existing(out)} is a file")
+    if out.exists() and any(out.iterdir()):
+        raise LadderError(f"{out} is there already: name a new folder")
+
+
 @contextmanager
-def _new_folder(out: Path, suffix: str) -> Iterator[Path]:
+def new_folder(out: Path, suffix: str = ".partial") -> Iterator[Path]:
     """A folder beside `out` that is gone afterwards, unless it was given another name."""
     folder = out.with_name(out.name + suffix)
     if folder.exists():
