@@ -9,6 +9,9 @@ READY := $(VENV)/ready
 PROMPT := "It was a dark and stormy night"
 WRITE := --max-new-tokens 90 --temperature 0.8 --top-p 0.9 --seed 4 --dtype float32
 
+# what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test browser setup clean
 
 setup: $(READY)
@@ -19,7 +22,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
-	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1  # by all cores, which pip does by one
 	touch $@
 
 demo: $(READY)
@@ -40,7 +42,6 @@ test: $(READY) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/python -m compileall -q ladder  # once, for the hundreds of processes that the tests start
 	$(BIN)/pytest -n 3  # on two cores: many tests wait for processes, not for the processor
 
 clean:
