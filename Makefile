@@ -42,7 +42,7 @@ test: $(READY) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 3  # on two cores: many tests wait for processes, not for the processor
+	$(BIN)/pytest -n 2
 
 clean:
 	rm -rf $(VENV) build

@@ -21,7 +21,6 @@ from ladder.bench.sweep import Lines, bench, done, key, line_of, measured_before
 from ladder.errors import LadderError, RankError
 from tests.test_bench import LAPTOP, TINY, quiet
 from tests.test_cli import Run
-from tests.test_cli import run as run  # a fixture
 
 
 def row_of(cell: Cell) -> dict[str, Any]:
