@@ -17,7 +17,7 @@ from ladder.config.fields import read_json
 from ladder.errors import LadderError
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
-_FREE = {"keep", "progress"}  # what may change from one start to the next
+_FREE = {"keep", "out"}  # what may change from one start to the next
 
 
 def asked(*options: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def asked(*options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for group in options:
         found |= {name: str(value) if isinstance(value, Path) else value for name, value in asdict(group).items()}
-    return {name: value for name, value in found.items() if name not in _FREE | {"out"}}
+    return {name: value for name, value in found.items() if name not in _FREE}
 
 
 def check(out: Path, wanted: dict[str, Any]) -> None:

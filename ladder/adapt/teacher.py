@@ -24,6 +24,8 @@ _AT_ONCE = 8  # rows of a teacher's pass
 class Teacher(Protocol):
     """Who knows what the original would say."""
 
+    present: bool  # it can be asked about any text
+
     def answers(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Tensor | Top, tuple[Tensor, ...]]:
         """For a batch [rows, tokens]: logits [rows * tokens, vocabulary], or the top of them; and where `streams` are
         wanted the stream after each layer.
@@ -33,6 +35,8 @@ class Teacher(Protocol):
 
 class Present:
     """The original itself, frozen, beside its student."""
+
+    present = True
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval().requires_grad_(False)
@@ -48,6 +52,8 @@ class Present:
 
 class Remembered:
     """What was kept on disk comes with the batch."""
+
+    present = False
 
     def answers(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Top, tuple[Tensor, ...]]:
         return Top(inputs["teacher_logs"].flatten(0, 1).float(), inputs["teacher_ids"].flatten(0, 1).long()), ()

@@ -128,16 +128,14 @@ class Run(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         weights, streams = self._weights, bool(self._weights.hidden)
-        said = model(
-            input_ids=inputs["input_ids"], use_cache=False, **({"output_hidden_states": True} if streams else {})
-        )
+        more = {"output_hidden_states": True} if streams else {}  # which not every model takes
+        said = model(input_ids=inputs["input_ids"], use_cache=False, **more)
         teacher: Any = None
         wanted: tuple[Tensor, ...] = ()
         if self._teacher is not None and (weights.kl or streams):
             teacher, wanted = self._teacher.answers(inputs, streams)
-        loss = distance(
-            said.logits.flatten(0, 1), teacher, next_tokens(inputs["labels"]).flatten(), weights, self._work
-        )
+        targets = next_tokens(inputs["labels"]).flatten()
+        loss = distance(said.logits.flatten(0, 1), teacher, targets, weights, self._work)
         if streams:
             loss = loss + weights.hidden * apart(said.hidden_states[1:], wanted)
         return (loss, None) if return_outputs else loss
@@ -166,7 +164,7 @@ class Run(Trainer):  # type: ignore[misc]
         sums = self.accelerator.reduce(sums, "sum")
         nats, counted, far, agree = sums.tolist()
         found = {"eval_loss": nats / counted, "eval_perplexity": math.exp(min(nats / counted, 700))}
-        if self._sees_teacher:
+        if self._teacher is not None and self._teacher.present:
             tokens = ranks * each * len(self.eval_dataset[0]["input_ids"])
             found |= {"eval_kl": far / tokens, "eval_agreement": agree / tokens}
         if (now := self.staleness()) is not None:
@@ -179,10 +177,6 @@ class Run(Trainer):  # type: ignore[misc]
         if "train_runtime" not in logs:  # Trainer's last word, which forgets what was before a resumption
             super().log(logs, start_time)
 
-    @property
-    def _sees_teacher(self) -> bool:
-        return hasattr(self._teacher, "_model")
-
     def _measured(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Sums over a batch: nats, targets, KL, tokens whose likeliest successor is the teacher's."""
         logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
@@ -190,7 +184,7 @@ class Run(Trainer):  # type: ignore[misc]
         counted = (targets >= 0).sum()
         nats = distance(logits, None, targets, Weights(0.0, 1.0)) * counted
         far = agree = nats.new_zeros(())
-        if self._teacher is not None and self._sees_teacher:
+        if self._teacher is not None and self._teacher.present:
             said, _ = self._teacher.answers(inputs)
             assert isinstance(said, Tensor)
             far = distance(logits, said, targets, Weights(1.0, 0.0)) * len(logits)
