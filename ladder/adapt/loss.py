@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 IGNORED = -100  # a target that is none
 AT_A_TIME = 1 << 26  # logits that are float32 at once
-Piece = Callable[..., tuple[Tensor, Tensor]]
+Piece = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ class _Distance(torch.autograd.Function):
         for at in range(0, len(student), rows):
             here = slice(at, at + rows)
             own = teacher[here] if teacher is not None else None
-            loss, slope = work(student[here], own, targets[here], weights, len(student), counted)
-            total += loss
-            gradient[here] = slope
+            total += work(gradient[here], student[here], own, targets[here], weights, len(student), counted)
         ctx.save_for_backward(gradient)
         return total
 
@@ -82,9 +80,15 @@ class _Distance(torch.autograd.Function):
 
 
 def piece(
-    student: Tensor, teacher: Tensor | Top | None, targets: Tensor, weights: Weights, rows: int, counted: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Some rows' part of the loss, and its gradient, in the logits' own type."""
+    gradient: Tensor,
+    student: Tensor,
+    teacher: Tensor | Top | None,
+    targets: Tensor,
+    weights: Weights,
+    rows: int,
+    counted: Tensor,
+) -> Tensor:
+    """Some rows' part of the loss; its gradient by the logits, in their own type, is written into `gradient`."""
     logs = student.to(torch.promote_types(student.dtype, torch.float32)).log_softmax(-1)
     chances = logs.exp()
     loss, slope = logs.new_zeros(()), torch.zeros_like(logs)
@@ -95,9 +99,10 @@ def piece(
         real = targets != IGNORED
         index = targets.where(real, 0).unsqueeze(-1)
         loss = loss - (logs.gather(-1, index).squeeze(-1) * real).sum() * weights.lm / counted
-        by = chances.scatter_add(-1, index, torch.full_like(logs[:, :1], -1.0))
+        by = chances - (torch.arange(logs.shape[-1], device=logs.device) == index).to(logs.dtype)
         slope = slope + by * real.unsqueeze(-1) * (weights.lm / counted)
-    return loss.float(), slope.to(student.dtype)
+    gradient.copy_(slope)
+    return loss.float()
 
 
 def _kl(logs: Tensor, chances: Tensor, teacher: Tensor | Top) -> tuple[Tensor, Tensor]:
