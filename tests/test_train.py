@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import ladder.hf
@@ -116,7 +117,15 @@ def test_rows_at_a_time_and_recomputing_change_nothing(data: Path, whole: Path, 
 
 def test_half_precision_is_near(data: Path, whole: Path, tmp_path: Path) -> None:
     options = training(data, STEPS, valid=data, dtype="bfloat16")
-    train(ScratchOptions(tmp_path / "out", size="tiny"), options, silent)
+    seen: dict[str, set[torch.dtype]] = {"LlamaDecoderLayer": set(), "LlamaForCausalLM": set()}
+
+    def look(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if (kind := type(module).__name__) in seen:
+            seen[kind].add(output[0].dtype if kind == "LlamaDecoderLayer" else output.logits.dtype)
+
+    with register_module_forward_hook(look):  # type: ignore[arg-type]
+        train(ScratchOptions(tmp_path / "out", size="tiny"), options, silent)
+    assert set().union(*seen.values()) == {torch.bfloat16}  # nothing large is ever float32: neither stream nor logits
     found, wanted = [value for _, value in log(tmp_path / "out")], [value for _, value in log(whole)]
     assert found == pytest.approx(wanted, rel=0.02) and found != wanted
     assert {each.dtype for each in weights(tmp_path / "out").values()} == {torch.float32}  # the size's own

@@ -102,6 +102,7 @@ class Run(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """accelerate knows FSDP on accelerators only, and says nothing elsewhere; torch has it on CPUs too."""
         super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = False  # its autocast makes float32 of all logits; ours (`_said`) does not
         state = self.accelerator.state
         if self._options.fsdp and getattr(state, "fsdp_plugin", None) is None:
             from accelerate.utils import (  # type: ignore[import-untyped]
@@ -129,7 +130,7 @@ class Run(Trainer):  # type: ignore[misc]
     ) -> Any:
         weights, streams = self._weights, bool(self._weights.hidden)
         more = {"output_hidden_states": True} if streams else {}  # which not every model takes
-        said = model(input_ids=inputs["input_ids"], use_cache=False, **more)
+        said = self._said(model, inputs, **more)
         teacher: Any = None
         wanted: tuple[Tensor, ...] = ()
         if self._teacher is not None and (weights.kl or streams):
@@ -177,9 +178,13 @@ class Run(Trainer):  # type: ignore[misc]
         if "train_runtime" not in logs:  # Trainer's last word, which forgets what was before a resumption
             super().log(logs, start_time)
 
+    def _said(self, model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16"):
+            return model(input_ids=inputs["input_ids"], use_cache=False, **more)
+
     def _measured(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Sums over a batch: nats, targets, KL, tokens whose likeliest successor is the teacher's."""
-        logits = model(input_ids=inputs["input_ids"], use_cache=False).logits.flatten(0, 1)
+        logits = self._said(model, inputs).logits.flatten(0, 1)
         targets = next_tokens(inputs["labels"]).flatten()
         counted = (targets >= 0).sum()
         nats = distance(logits, None, targets, Weights(0.0, 1.0)) * counted
