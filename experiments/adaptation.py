@@ -1,16 +1,22 @@
 """A pretrained model under other wirings: as it was, merely rewired, and adapted in several ways on equal tokens.
 
-python -m experiments.adaptation MODEL DATA VALID TASKS WORK [--tokens N] [ARM ...] > results/adaptation_h200.jsonl
+python -m experiments.adaptation MODEL DATA VALID TASKS WORK ARM ... [--tokens N] > results/adaptation_h200.jsonl
 
-DATA and VALID are folders of `ladder data --tokenizer MODEL`; TASKS has the .jsonl tasks and wikitext2_test.txt. A JSON
-line for the original, for each wiring without training, and for each arm: perplexity, KL, agreement, tasks. An arm that
-is in WORK already is only measured.
+DATA and VALID are folders of `ladder data --tokenizer MODEL`; TASKS has the .jsonl tasks and wikitext2_test.txt. An arm
+is layers and a way, as in half-distill:
+
+    layers  half (the last), all, scanned (as many as half, those that `ladder scan --json` grows to: --scan FILE), or
+            none: the original, trained as long
+    way     finetune, distill, schedule (distill, with a staleness that moves), streams (schedule, and the original's
+            streams), text (schedule, and the language-model loss)
+
+A JSON line for the original, for each wiring without training, and for each arm: perplexity, KL, agreement, tasks. An
+arm that is in WORK already is only measured, and what is measured there is not measured again.
 """
 
 import argparse
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,96 +27,110 @@ from experiments.choices import scores
 from ladder.adapt.distill import adapt
 from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.shards import Shards
+from ladder.bench.machine import machine
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
 
-HALF, ALL = "standard:15 ladder:15", "ladder"
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "lambada")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way of adapting."""
-
-    wiring: str
-    options: dict[str, Any] = field(default_factory=dict)
-    lr: float = 1e-3
-
-
-ARMS: dict[str, Arm] = {
-    "half-finetune": Arm(HALF, {"kl_weight": 0.0, "lm_weight": 1.0, "staleness": 0.0}, 3e-4),
-    "half-distill": Arm(HALF, {"staleness": 0.0}),
-    "half-schedule": Arm(HALF, {"staleness": 0.5}),
-    "half-streams": Arm(HALF, {"staleness": 0.5, "hidden_weight": 1.0}),
-    "all-finetune": Arm(ALL, {"kl_weight": 0.0, "lm_weight": 1.0, "staleness": 0.0}, 3e-4),
-    "all-distill": Arm(ALL, {"staleness": 0.0}),
-    "all-schedule": Arm(ALL, {"staleness": 0.5}),
-    "all-streams": Arm(ALL, {"staleness": 0.5, "hidden_weight": 1.0}),
+WAYS: dict[str, dict[str, Any]] = {
+    "finetune": {"kl_weight": 0.0, "lm_weight": 1.0, "staleness": 0.0},
+    "distill": {"staleness": 0.0},
+    "schedule": {"staleness": 0.5},
+    "streams": {"staleness": 0.5, "hidden_weight": 1.0},
+    "text": {"staleness": 0.5, "lm_weight": 0.5},
 }
+RATES = {"finetune": 3e-4}  # elsewhere 1e-3
+LAYERS = ("half", "scanned", "all", "none")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("model", "data", "valid", "tasks", "work"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("arm", nargs="+", choices=[f"{layers}-{way}" for layers in LAYERS for way in WAYS])
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("arm", nargs="*", default=list(ARMS))
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--scan", type=Path)
+    parser.add_argument("--quick", action="store_true", help="without the tasks, and only the arms")
     given = parser.parse_args()
-    device = torch.device("cuda")
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    original = load(given.model, None, device)
+    asked = Asked(given)
+    if not given.quick:
+        asked.tell("original", "standard", load(given.model))
+        for wiring in dict.fromkeys(asked.wiring(arm) for arm in given.arm):
+            if wiring != "standard":
+                asked.tell(f"rewired {wiring}", wiring, rewire(load(given.model), wiring))
+    for arm in given.arm:
+        out, facts = asked.trained(arm)
+        asked.tell(out.name, asked.wiring(arm), load(out), **facts)
 
-    def tell(**line: Any) -> None:
-        print(json.dumps({**line, "model": given.model.name, "chip": torch.cuda.get_device_name()}), flush=True)
 
-    tell(arm="original", wiring="standard", **measured(original, original, tokenizer, given))
-    for wiring in dict.fromkeys(ARMS[arm].wiring for arm in given.arm):
-        tell(arm="rewired", wiring=wiring, **measured(load(given.model, wiring, device), original, tokenizer, given))
-    for name in given.arm:
-        arm, out = ARMS[name], given.work / name
-        begin = time.time()
+class Asked:
+    """What the command line wants."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._tokenizer = AutoTokenizer.from_pretrained(given.model)
+        self._original = load(given.model)
+        given.work.mkdir(parents=True, exist_ok=True)
+
+    def wiring(self, arm: str) -> str:
+        layers = arm.partition("-")[0]
+        count = self._original.config.num_hidden_layers
+        if layers == "scanned":
+            if self._given.scan is None:
+                raise SystemExit(f"{arm} needs --scan FILE, which `ladder scan --json` wrote")
+            rows = [json.loads(line) for line in self._given.scan.read_text(encoding="utf-8").splitlines()]
+            sets = [row["wiring"] for row in rows if row["kind"] == "grown" and len(row["layers"]) == -(-count // 2)]
+            return str(sets[0])
+        return {"half": f"standard:{count // 2} ladder:{-(-count // 2)}", "all": "ladder", "none": "standard"}[layers]
+
+    def trained(self, arm: str) -> tuple[Path, dict[str, Any]]:
+        """The folder of an arm's model, and how it was made."""
+        given, way = self._given, arm.partition("-")[2]
+        rate = given.lr or RATES.get(way, 1e-3)
+        out = given.work / f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}"
         if not (out / "config.json").exists():
+            begin = time.time()
             run = TrainingOptions(
-                data=given.data, valid=given.valid, tokens=given.tokens, batch=given.batch, lr=arm.lr, warmup=0.05,
+                data=given.data, valid=given.valid, tokens=given.tokens, batch=given.batch, lr=rate, warmup=0.05,
                 eval_every=10**9, save_every=10**9, weight_decay=0.01,
             )  # fmt: skip
-            adapt(AdaptOptions(str(given.model), out, arm.wiring, **arm.options), run, lambda *_: None)
-        seconds = time.time() - begin
+            adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way]), run, lambda *_: None)
+            (out / "seconds").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-        speed = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
-        facts = {
-            "tokens": given.tokens,
-            "batch": given.batch,
-            "lr": arm.lr,
-            **arm.options,
-            "seconds": round(seconds, 1),
-        }
-        facts |= {
-            "seconds": round(seconds, 1),
-            "tokens_per_s": speed[len(speed) // 2],
-            "mfu": max(line.get("mfu", 0) for line in lines),
-        }
-        tell(arm=name, wiring=arm.wiring, **facts, **measured(load(out, None, device), original, tokenizer, given))
+        speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
+        facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, **WAYS[way]}
+        facts |= {"seconds": float((out / "seconds").read_text()), "tokens_per_s": speeds[len(speeds) // 2]}
+        return out, facts | {"mfu": max(line.get("mfu", 0) for line in lines)}
+
+    def tell(self, name: str, wiring: str, model: Any, **facts: Any) -> None:
+        kept = self._given.work / f"measured{'-quick' * self._given.quick} {name}.json"
+        if not kept.exists():
+            kept.write_text(json.dumps(self._measured(model)), encoding="utf-8")
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        about = {"model": self._given.model.name, **machine(torch.device("cuda"))}
+        print(json.dumps({"arm": name, "wiring": wiring, **facts, **found, **about}), flush=True)
+
+    def _measured(self, model: Any) -> dict[str, Any]:
+        """Perplexity of two texts, KL and agreement on one of them, accuracy of the tasks and their mean."""
+        tasks, tokenizer = self._given.tasks, self._tokenizer
+        text = tokenizer((tasks / "wikitext2_test.txt").read_text(encoding="utf-8"))["input_ids"]
+        found: dict[str, Any] = {"wikitext2_perplexity": perplexity(model, text, window=1024).value}
+        far = distance(model, self._original, Shards.open(self._given.valid).read(0, 1 << 18), window=1024)
+        found |= {"valid_perplexity": far.perplexity.value, "kl": far.kl.value, "agreement": far.agreement.value}
+        if self._given.quick:
+            return found
+        main = []
+        for task in TASKS:
+            for name, value in scores(model, tokenizer, tasks / f"{task}.jsonl").items():
+                found[f"{task}/{name}"] = round(value, 5)
+            main.append(found.get(f"{task}/acc_norm", found[f"{task}/acc"]))
+        return {**found, "tasks": round(sum(main) / len(main), 5)}
 
 
-def load(model: Path, wiring: str | None, device: torch.device) -> Any:
-    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
-    return found if wiring is None else rewire(found, wiring)
-
-
-def measured(model: Any, original: Any, tokenizer: Any, given: argparse.Namespace) -> dict[str, Any]:
-    """Perplexity of two texts, KL and agreement on one of them, accuracy of the tasks and their mean."""
-    text = tokenizer((given.tasks / "wikitext2_test.txt").read_text(encoding="utf-8"))["input_ids"]
-    found: dict[str, Any] = {"wikitext2_perplexity": perplexity(model, text, window=1024).value}
-    far = distance(model, original, Shards.open(given.valid).read(0, 1 << 18), window=1024)
-    found |= {"valid_perplexity": far.perplexity.value, "kl": far.kl.value, "agreement": far.agreement.value}
-    main = []
-    for task in TASKS:
-        for name, value in scores(model, tokenizer, given.tasks / f"{task}.jsonl").items():
-            found[f"{task}/{name}"] = round(value, 5)
-        main.append(found.get(f"{task}/acc_norm", found[f"{task}/acc"]))
-    return {**found, "tasks": round(sum(main) / len(main), 5)}
+def load(model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to("cuda").eval()
 
 
 if __name__ == "__main__":

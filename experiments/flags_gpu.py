@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ladder.bench import shard as shards
+from ladder.bench.machine import machine
 from ladder.bench.one_rank import decode
 from ladder.bench.shard import Case, shard
 from ladder.comm.base import Pending
@@ -60,7 +61,7 @@ def main() -> None:
                 times = decode(model, cache, kernels, batch, wiring, LINKS[link] if link else None)
                 row[f"{name}_ms"] = round(statistics.median(times), 4)
             shards.OneRank = OneRank  # type: ignore[misc]
-            print(json.dumps({**row, "chip": torch.cuda.get_device_name()}), flush=True)
+            print(json.dumps({**row, **machine(torch.device("cuda"))}), flush=True)
         del model, cache
         gc.collect()
         torch.cuda.empty_cache()

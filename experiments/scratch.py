@@ -21,6 +21,7 @@ from ladder.adapt.flops import operations
 from ladder.adapt.options import ScratchOptions, TrainingOptions
 from ladder.adapt.recipes import recipe
 from ladder.adapt.scratch import hf_config, train
+from ladder.bench.machine import machine
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,14 @@ def main() -> None:
         line |= {"ranks": arm.ranks, "tokens": last["tokens"], "valid_loss": last["eval_loss"], "tokens_per_s": speed}
         line |= {"seconds": round(time.time() - begin, 1), "peak_tflop_s": round(top / 1e12, 1)}
         line["share_of_peak"] = round(speed * work_of(arm) / top, 4)
-        print(json.dumps({**line, "chip": torch.cuda.get_device_name()}), flush=True)
+        print(json.dumps({**line, **machine(torch.device("cuda"))}), flush=True)
 
 
 def options(given: argparse.Namespace, arm: Arm) -> TrainingOptions:
-    return TrainingOptions(data=given.data, valid=given.valid, tokens=given.tokens, seed=arm.seed, log_every=20)
+    return TrainingOptions(
+        data=given.data, valid=given.valid, tokens=given.tokens, seed=arm.seed, log_every=20, eval_tokens=1 << 20,
+        save_every=10**9,
+    )  # fmt: skip
 
 
 def work_of(arm: Arm) -> float:

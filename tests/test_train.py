@@ -20,7 +20,7 @@ from ladder.adapt import trainer as module
 from ladder.adapt.flops import operations
 from ladder.adapt.options import ScratchOptions, TrainingOptions
 from ladder.adapt.recipes import RECIPES, Recipe
-from ladder.adapt.scratch import train
+from ladder.adapt.scratch import born, train
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.cli import main
@@ -129,6 +129,15 @@ def test_half_precision_is_near(data: Path, whole: Path, tmp_path: Path) -> None
     found, wanted = [value for _, value in log(tmp_path / "out")], [value for _, value in log(whole)]
     assert found == pytest.approx(wanted, rel=0.02) and found != wanted
     assert {each.dtype for each in weights(tmp_path / "out").values()} == {torch.float32}  # the size's own
+
+
+def test_what_is_added_to_the_stream_is_drawn_smaller() -> None:
+    torch.manual_seed(0)
+    model = born(ModelConfig(64, 8, 4, 2, 128, vocab=320, context=64))
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            smaller = name.endswith(("o_proj.weight", "down_proj.weight"))
+            assert float(weight.detach().std()) == pytest.approx(0.02 / (4 if smaller else 1), rel=0.1), name
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -35,8 +35,7 @@ def recipe(name: str) -> Recipe:
 # arXiv 2501.06589: 25,000 steps of 4 Mi tokens of FineWeb-edu, AdamW, 2,000 steps of warm-up
 _PAPER: dict[str, Any] = {"tokens": 25_000 << 22, "window": 2048, "batch": 2048, "lr": 3e-4, "warmup": 0.08}
 _PAPER |= {"micro": 8}
-_SMALL: dict[str, Any] = {"tokens": 300_000_000, "window": 1024, "batch": 256, "lr": 2e-3, "warmup": 0.03}
-_SMALL |= {"micro": 64}
+_SMALL: dict[str, Any] = {"tokens": 300_000_000, "window": 1024, "batch": 64, "lr": 1.5e-3, "warmup": 0.03}
 
 RECIPES: dict[str, Recipe] = {
     "paper-1B": Recipe("1B", "the paper's smaller model from scratch", _PAPER),

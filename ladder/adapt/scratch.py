@@ -18,8 +18,10 @@ from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import trained_card
+from ladder.hf.families import family
+from ladder.hf.layer import out_of
 from ladder.hf.load import pretrained
-from ladder.hf.wire import shares_of
+from ladder.hf.wire import layers_of, shares_of
 from ladder.wiring import Wiring
 
 
@@ -41,7 +43,7 @@ def train(options: ScratchOptions, training: TrainingOptions, progress: Progress
 
     def make(data: Data, args: Any) -> Job:
         set_seed(training.seed)
-        model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="sdpa")
+        model = born(config)
         more = {"ranks": options.ranks} if options.ranks > 1 else {}
         rewire(model, wiring, **more)
 
@@ -67,6 +69,19 @@ def _chosen(options: ScratchOptions, training: TrainingOptions) -> tuple[ModelCo
         return row.config, row.filled(training)
     assert options.size is not None
     return ModelConfig.named(options.size), training
+
+
+def born(config: ModelConfig) -> Any:
+    """transformers' model, drawn anew. What a sub-block adds to the stream is drawn smaller by the square root of how
+    many there are (GPT-2, Radford et al. 2019), so that a deep stream does not begin larger than a shallow one.
+    """
+    model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="sdpa")
+    row = family(model.config.model_type)
+    with torch.no_grad():
+        for layer in layers_of(model):
+            for branch in (row.attention, row.mlp):
+                out_of(layer, branch).weight.mul_((2 * config.layers) ** -0.5)  # type: ignore[operator]
+    return model
 
 
 def hf_config(config: ModelConfig) -> LlamaConfig:

@@ -1,6 +1,7 @@
 """What every run does: open its data, go on where it was stopped, train, and leave a model behind."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def work(
     """Train what `make(data, arguments)` answers; returns the last evaluation, and whether this is the rank that tells
     it. `out` is begun when there is nothing left to refuse.
     """
-    with quiet():
+    with quiet(), _forms(64) if options.compiled else nullcontext():
         args = arguments(options, out / place.CHECKPOINTS)
         data = Data.open(options, args.world_size)
         job = make(data, args)
@@ -100,6 +101,13 @@ def work(
         if args.process_index == 0:
             place.finish(out)
     return {"main": args.process_index == 0, **last}
+
+
+def _forms(most: int) -> Any:
+    """Layers of a class share what is compiled, in a form for each wiring, seam, training and evaluating: torch would
+    compile 8 of them, and run the rest uncompiled.
+    """
+    return torch._dynamo.config.patch(recompile_limit=most)
 
 
 def compile_layers(model: Any) -> None:

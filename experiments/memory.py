@@ -1,0 +1,74 @@
+"""What it takes to adapt a model: peak memory and tokens/s of training all weights, LoRA, and a side network.
+
+python -m experiments.memory SIZE DATA WORK [--batch N] > results/memory_h200.jsonl
+
+The model is a named size with random weights (memory does not depend on them), made in WORK; DATA is a folder of
+`ladder data`. The original's answers are kept on disk, so that it is not in memory beside its student; what asking it
+took is not counted. One JSON line per way.
+"""
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ladder.adapt.distill import adapt
+from ladder.adapt.options import AdaptOptions, TrainingOptions
+from ladder.adapt.scratch import hf_config
+from ladder.bench.machine import machine
+from ladder.config import ModelConfig
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({"method": "full"}, {}),
+    "full, recomputed": ({"method": "full"}, {"recompute": True}),
+    "lora": ({"method": "lora"}, {}),
+    "lora, recomputed": ({"method": "lora"}, {"recompute": True}),
+    "side": ({"method": "side"}, {}),
+}
+STEPS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("size")
+    for name in ("data", "work"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--batch", type=int, default=8)
+    given = parser.parse_args()
+    model, device = given.work / given.size, torch.device("cuda")
+    if not model.exists():
+        with device:
+            made = AutoModelForCausalLM.from_config(hf_config(ModelConfig.named(given.size)), dtype=torch.bfloat16)
+        made.save_pretrained(model)
+        del made
+        AutoTokenizer.from_pretrained(given.data / "tokenizer").save_pretrained(model)
+    for name, (method, more) in WAYS.items():
+        out = given.work / f"{given.size} {name}"
+        run = TrainingOptions(
+            data=given.data, tokens=STEPS * given.batch * 1024, batch=given.batch, log_every=2, eval_tokens=8192,
+            eval_every=10**9, save_every=10**9, **more,
+        )  # fmt: skip
+        gc.collect()
+        torch.cuda.empty_cache()
+        adapt(AdaptOptions(str(model), out, "ladder", teacher_top=16, **method), run, counted)
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
+        row: dict[str, Any] = {"way": name, "size": given.size, "batch": given.batch, "window": 1024}
+        row |= {
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "tokens_per_s": speeds[len(speeds) // 2],
+        }
+        print(json.dumps({**row, **machine(device)}), flush=True)
+
+
+def counted(done: int, total: int, what: str) -> None:
+    if (done, total) == (1, STEPS):  # the first step has been made, and with it all that is made once
+        torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    main()
