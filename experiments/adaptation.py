@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 RATES = {"finetune": 3e-4}  # elsewhere 1e-3
 LAYERS = ("half", "scanned", "all", "none")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
@@ -109,7 +110,7 @@ class Asked:
         if not kept.exists():
             kept.write_text(json.dumps(self._measured(model)), encoding="utf-8")
         found = json.loads(kept.read_text(encoding="utf-8"))
-        about = {"model": self._given.model.name, **machine(torch.device("cuda"))}
+        about = {"model": self._given.model.name, **machine(torch.device(DEVICE))}
         print(json.dumps({"arm": name, "wiring": wiring, **facts, **found, **about}), flush=True)
 
     def _measured(self, model: Any) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Asked:
 
 
 def load(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to("cuda").eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(DEVICE).eval()
 
 
 if __name__ == "__main__":
