@@ -1,11 +1,13 @@
 """Between text and tokens: the checkpoint's tokenizer, text as it grows, and stop texts."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ladder.errors import LadderError
 
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the latter since transformers 5
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -16,12 +18,11 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     """
     if not any((directory / name).exists() for name in _FILES):
         return None
-    from transformers import AutoTokenizer  # seconds to import: only for those who need it
-    from transformers.utils import logging
+    from transformers.utils import logging  # seconds to import: only for those who need it
 
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = _kind(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its own libraries raise whatever they like for a broken file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise LadderError(f"the tokenizer in {directory} cannot be read: {reason[0]}") from None
@@ -31,6 +32,19 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
             f"vocabulary mismatch in {directory}: the tokenizer's ids go up to {largest}, the model has {vocab} tokens"
         )
     return tokenizer
+
+
+def _kind(directory: Path) -> Any:
+    """The class that reads it. One that says it is of no special kind needs no search, which takes seconds."""
+    file = directory / "tokenizer_config.json"
+    said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if isinstance(said, dict) and said.get("tokenizer_class") in _PLAIN and (directory / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 class Text:
