@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ladder import LLM, SamplingParams
 from ladder.config import ModelConfig
 from ladder.engine.options import EMBEDDED
+from ladder.engine.text import load_tokenizer
 from ladder.hf.measures import perplexity
 
 TEXT = (
@@ -23,6 +24,15 @@ def test_what_is_shipped() -> None:
     assert sum(file.stat().st_size for file in EMBEDDED.iterdir()) <= 25e6
     assert config.heads == 8 and set(config.wiring.layers) == {"ladder"} and config.degrees() == [1, 2, 4, 8]
     assert "CC BY-SA" in (EMBEDDED / "README.md").read_text(encoding="utf-8")  # where its text came from
+
+
+def test_its_tokenizer_needs_no_search() -> None:
+    """The class is known without asking AutoTokenizer, which would choose the same."""
+    found, wanted = load_tokenizer(EMBEDDED, 4096), AutoTokenizer.from_pretrained(EMBEDDED)
+    assert found is not None and type(found) is type(wanted) and found.get_vocab() == wanted.get_vocab()
+    for text in ("It was a dark and stormy night;\n\n the rain", "<|end|> naïve \u6f22  x\t"):
+        assert found(text)["input_ids"] == wanted(text)["input_ids"]
+        assert found.decode(found(text)["input_ids"]) == wanted.decode(wanted(text)["input_ids"])
 
 
 def test_it_has_learned_english() -> None:
