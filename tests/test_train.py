@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,20 @@ def test_a_recipe_stands_below_what_is_given(data: Path, tmp_path: Path, monkeyp
     assert (model.config.vocab_size, model.config.num_hidden_layers) == (Shards.open(data).vocab, 2)
     assert model.config.wiring == "standard:1 ladder:1" and model.dtype == torch.bfloat16
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_an_option_that_is_given_at_its_default_stands_too(
+    run: Callable[..., tuple[int, str, str]], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default of the command line cannot be told from the same value that was given, unless one asks."""
+    config = ModelConfig(32, 2, 4, 2, 48, vocab=999, context=64, tied=True)
+    monkeypatch.setitem(SIZES, "small", config)
+    monkeypatch.setitem(RECIPES, "small", Recipe("small", "a test's", {"lr": 5e-3, "window": 16, "batch": 8}))
+    flags = ["--data", data, "--recipe", "small", "--lr", "0.001", "--tokens", "128", "--device", "cpu"]
+    status, _, err = run("train", tmp_path / "out", *flags)
+    assert (status, err) == (0, "")
+    found = json.loads((tmp_path / "out/run.json").read_text())
+    assert TrainingOptions.lr == found["lr"] == 1e-3 and (found["window"], found["batch"]) == (16, 8)
 
 
 def test_every_recipe_can_be_begun(data: Path) -> None:

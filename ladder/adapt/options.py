@@ -143,9 +143,7 @@ class ScratchOptions:
 
     out: Path = argument("Folder for the trained checkpoint; a new one, or that of a run to be continued.")
     size: str | None = option(None, "A named size; its vocabulary becomes that of the data.")
-    recipe: str | None = option(
-        None, "A recipe: a size and how to train it; options that differ from their defaults stand above."
-    )
+    recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given stand above it.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'.")
     ranks: int = option(1, "TP degree that a desync wiring is trained for, by emulated ranks.")
 

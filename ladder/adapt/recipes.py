@@ -1,5 +1,6 @@
 """Recipes: a size and how it is trained. A recipe is a row; what it says stands until an option says otherwise."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,10 +21,11 @@ class Recipe:
     def config(self) -> ModelConfig:
         return ModelConfig.named(self.size)
 
-    def filled(self, given: TrainingOptions) -> TrainingOptions:
-        """The recipe's values for every option that was left at its default."""
-        left = {entry.name for entry in fields(given) if getattr(given, entry.name) == entry.default}
-        return replace(given, **{name: value for name, value in self.training.items() if name in left})
+    def filled(self, given: TrainingOptions, named: Collection[str] | None = None) -> TrainingOptions:
+        """The recipe's values for every option that is not `named`; None: that has its default."""
+        if named is None:
+            named = {entry.name for entry in fields(given) if getattr(given, entry.name) != entry.default}
+        return replace(given, **{name: value for name, value in self.training.items() if name not in named})
 
 
 def recipe(name: str) -> Recipe:

@@ -1,5 +1,6 @@
 """ladder train: a model of any wiring from nothing, on the same machinery."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,14 @@ from ladder.hf.wire import layers_of, shares_of
 from ladder.wiring import Wiring
 
 
-def train(options: ScratchOptions, training: TrainingOptions, progress: Progress) -> dict[str, Any]:
-    """Train a model from scratch into `options.out`; returns the last evaluation. The same call continues a run."""
-    config, training = _chosen(options, training)
+def train(
+    options: ScratchOptions, training: TrainingOptions, progress: Progress, named: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Train a model from scratch into `options.out`; returns the last evaluation. The same call continues a run.
+
+    `named`: options that stand above the recipe; None: those that differ from their defaults.
+    """
+    config, training = _chosen(options, training, named)
     wanted = place.asked(options, training)
     place.check(options.out, wanted)
     if place.finished(options.out):
@@ -61,12 +67,14 @@ def train(options: ScratchOptions, training: TrainingOptions, progress: Progress
     return work(options.out, wanted, training, make, progress)
 
 
-def _chosen(options: ScratchOptions, training: TrainingOptions) -> tuple[ModelConfig, TrainingOptions]:
+def _chosen(
+    options: ScratchOptions, training: TrainingOptions, named: Collection[str] | None
+) -> tuple[ModelConfig, TrainingOptions]:
     if (options.size is None) == (options.recipe is None):
         raise LadderError(f"give either --size or --recipe; recipes are {', '.join(RECIPES)}")
     if options.recipe is not None:
         row = recipe(options.recipe)
-        return row.config, row.filled(training)
+        return row.config, row.filled(training, named)
     assert options.size is not None
     return ModelConfig.named(options.size), training
 

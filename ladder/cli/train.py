@@ -21,12 +21,12 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
 
 
 @verb(ScratchOptions, TrainingOptions)
-def train(options: ScratchOptions, training: TrainingOptions) -> None:
+def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[str]) -> None:
     """Train a model of any wiring from scratch."""
     from ladder.adapt.scratch import train
 
     with steps_bar("loading") as progress:
-        found = train(options, training, progress)
+        found = train(options, training, progress, named)
     _tell(found, f"wrote {options.out}")
 
 

@@ -50,17 +50,24 @@ def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose options are the fields of `groups`; it is called with one filled instance of each."""
+    """A command whose options are the fields of `groups`; it is called with one filled instance of each, and where it
+    takes `named` with the names of those that stand on the command line.
+    """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
         owned = {group: [(entry, get_type_hints(group)[entry.name]) for entry in fields(group)] for group in groups}
+        asks = "named" in inspect.signature(work).parameters
 
         @wraps(work)
-        def command(**given: Any) -> None:
+        def command(call: typer.Context, **given: Any) -> None:
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-            work(*(group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items()))
+            filled = (group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items())
+            sources = {name: call.get_parameter_source(name) for name in given}
+            named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+            work(*filled, **({"named": named} if asks else {}))
 
-        parameters = [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
+        parameters = [inspect.Parameter("call", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        parameters += [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         app.command(name)(command)
         return command
