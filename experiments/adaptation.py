@@ -11,7 +11,8 @@ is layers and a way, as in half-distill:
             streams), text (schedule, and the language-model loss)
 
 A JSON line for the original, for each wiring without training, and for each arm: perplexity, KL, agreement, tasks. An
-arm that is in WORK already is only measured, and what is measured there is not measured again.
+arm that is in WORK already is only measured, and what is measured there is not measured again: keep one WORK for one
+MODEL, VALID and TASKS.
 """
 
 import argparse
@@ -83,6 +84,8 @@ class Asked:
                 raise SystemExit(f"{arm} needs --scan FILE, which `ladder scan --json` wrote")
             rows = [json.loads(line) for line in self._given.scan.read_text(encoding="utf-8").splitlines()]
             sets = [row["wiring"] for row in rows if row["kind"] == "grown" and len(row["layers"]) == -(-count // 2)]
+            if not sets:
+                raise SystemExit(f"{self._given.scan} has no grown set of half the layers")
             return str(sets[0])
         return {"half": f"standard:{count // 2} ladder:{-(-count // 2)}", "all": "ladder", "none": "standard"}[layers]
 
@@ -97,21 +100,24 @@ class Asked:
                 data=given.data, valid=given.valid, tokens=given.tokens, batch=given.batch, lr=rate, warmup=0.05,
                 eval_every=10**9, save_every=10**9, weight_decay=0.01,
             )  # fmt: skip
+            torch._dynamo.reset()  # what was compiled for other arms
             adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way]), run, lambda *_: None)
-            (out / "seconds").write_text(f"{time.time() - begin:.1f}")
+            (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, **WAYS[way]}
-        facts |= {"seconds": float((out / "seconds").read_text()), "tokens_per_s": speeds[len(speeds) // 2]}
-        return out, facts | {"mfu": max(line.get("mfu", 0) for line in lines)}
+        facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
+        if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
+            facts["seconds"] = float(taken.read_text())
+        return out, facts
 
     def tell(self, name: str, wiring: str, model: Any, **facts: Any) -> None:
         kept = self._given.work / f"measured{'-quick' * self._given.quick} {name}.json"
         if not kept.exists():
-            kept.write_text(json.dumps(self._measured(model)), encoding="utf-8")
+            about = {"model": self._given.model.name, **machine(torch.device(DEVICE))}
+            kept.write_text(json.dumps({**self._measured(model), **about}), encoding="utf-8")
         found = json.loads(kept.read_text(encoding="utf-8"))
-        about = {"model": self._given.model.name, **machine(torch.device(DEVICE))}
-        print(json.dumps({"arm": name, "wiring": wiring, **facts, **found, **about}), flush=True)
+        print(json.dumps({"arm": name, "wiring": wiring, **facts, **found}), flush=True)
 
     def _measured(self, model: Any) -> dict[str, Any]:
         """Perplexity of two texts, KL and agreement on one of them, accuracy of the tasks and their mean."""

@@ -62,7 +62,9 @@ def main() -> None:
         arm, out = ARMS[name], given.work / name
         begin = time.time()
         if not (out / "config.json").exists():
-            train(ScratchOptions(out, None, arm.recipe, arm.wiring, arm.ranks), options(given, arm), lambda *_: None)
+            torch._dynamo.reset()  # what was compiled for other arms
+            wanted = ScratchOptions(out, None, arm.recipe, arm.wiring, arm.ranks)
+            train(wanted, options(given, arm), lambda *_: None, NAMED)
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         last = [line for line in lines if "eval_loss" in line][-1]
@@ -72,6 +74,9 @@ def main() -> None:
         line |= {"seconds": round(time.time() - begin, 1), "peak_tflop_s": round(top / 1e12, 1)}
         line["share_of_peak"] = round(speed * work_of(arm) / top, 4)
         print(json.dumps({**line, **machine(torch.device("cuda"))}), flush=True)
+
+
+NAMED = {"tokens", "seed", "log_every", "eval_tokens", "save_every"}  # what is not the recipe's
 
 
 def options(given: argparse.Namespace, arm: Arm) -> TrainingOptions:
@@ -108,7 +113,7 @@ def matrix_peak() -> float:
 def profiled(given: argparse.Namespace) -> None:
     """Kernels by their share of the time of some steps, compiled before."""
     arm = ARMS[given.arm[0] if len(given.arm) == 1 else "ladder"]
-    run = TrainingOptions(data=given.data, valid=given.valid, tokens=15 << 18, log_every=15, eval_tokens=4096)
+    run = TrainingOptions(data=given.data, valid=given.valid, tokens=15 << 16, log_every=15, eval_tokens=4096)
     seen: list[Any] = []
 
     def progress(done: int, total: int, what: str) -> None:
@@ -119,7 +124,8 @@ def profiled(given: argparse.Namespace) -> None:
             seen[0].stop()
             seen.append(seen[0].key_averages())
 
-    train(ScratchOptions(given.work / f"profile-{time.time():.0f}", None, arm.recipe, arm.wiring), run, progress)
+    wanted = ScratchOptions(given.work / f"profile-{time.time():.0f}", None, arm.recipe, arm.wiring)
+    train(wanted, run, progress, NAMED)
     events = sorted(seen[1], key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in events)
     for event in events[:25]:

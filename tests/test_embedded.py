@@ -1,6 +1,9 @@
 """The model inside the package: small, wired, with a tokenizer of its own, and it has learned English."""
 
+import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from ladder import LLM, SamplingParams
 from ladder.config import ModelConfig
 from ladder.engine.options import EMBEDDED
 from ladder.engine.text import load_tokenizer
+from ladder.errors import LadderError
 from ladder.hf.measures import perplexity
 
 TEXT = (
@@ -26,13 +30,28 @@ def test_what_is_shipped() -> None:
     assert "CC BY-SA" in (EMBEDDED / "README.md").read_text(encoding="utf-8")  # where its text came from
 
 
-def test_its_tokenizer_needs_no_search() -> None:
-    """The class is known without asking AutoTokenizer, which would choose the same."""
-    found, wanted = load_tokenizer(EMBEDDED, 4096), AutoTokenizer.from_pretrained(EMBEDDED)
+@pytest.mark.parametrize("model", ["ladder", "llama", "qwen2", None])
+@pytest.mark.parametrize("kind", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_tokenizers_are_those_that_transformers_would_choose(kind: str, model: str | None, tmp_path: Path) -> None:
+    """Where the class is known without asking AutoTokenizer; of Qwen2 it knows better than the checkpoint."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**said, "tokenizer_class": kind}))
+    if model is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    found, wanted = load_tokenizer(tmp_path, 1 << 20), AutoTokenizer.from_pretrained(tmp_path)
     assert found is not None and type(found) is type(wanted) and found.get_vocab() == wanted.get_vocab()
-    for text in ("It was a dark and stormy night;\n\n the rain", "<|end|> naïve \u6f22  x\t"):
+    for text in ("It was a dark and stormy night;\n\n the rain", "<|end|> naïve \u6f22  x\t 1234"):
         assert found(text)["input_ids"] == wanted(text)["input_ids"]
         assert found.decode(found(text)["input_ids"]) == wanted.decode(wanted(text)["input_ids"])
+
+
+@pytest.mark.parametrize("said", ["", "[1]", "{"])
+def test_a_broken_tokenizer_is_told(said: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(said)
+    with pytest.raises(LadderError, match=r"the tokenizer in .* cannot be read"):
+        load_tokenizer(tmp_path, 4096)
 
 
 def test_it_has_learned_english() -> None:

@@ -76,7 +76,7 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(slopes[0].to(gradient.dtype)), None, None, None, None
+        return gradient.mul_(slopes[0]), None, None, None, None  # a single number: multiplied as wide as it is
 
 
 def piece(
@@ -99,7 +99,7 @@ def piece(
         real = targets != IGNORED
         index = targets.where(real, 0).unsqueeze(-1)
         loss = loss - (logs.gather(-1, index).squeeze(-1) * real).sum() * weights.lm / counted
-        by = chances - (torch.arange(logs.shape[-1], device=logs.device) == index).to(logs.dtype)
+        by = torch.where(torch.arange(logs.shape[-1], device=logs.device) == index, chances - 1, chances)
         slope = slope + by * real.unsqueeze(-1) * (weights.lm / counted)
     gradient.copy_(slope)
     return loss.float()

@@ -102,7 +102,8 @@ class Run(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """accelerate knows FSDP on accelerators only, and says nothing elsewhere; torch has it on CPUs too."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.native_amp = False  # its autocast makes float32 of all logits; ours (`_said`) does not
+        # its autocast makes float32 of all logits; ours (`_said`) does not. FSDP2's own policy stays as it is.
+        self.accelerator.native_amp = False
         state = self.accelerator.state
         if self._options.fsdp and getattr(state, "fsdp_plugin", None) is None:
             from accelerate.utils import (  # type: ignore[import-untyped]

@@ -8,6 +8,7 @@ from typing import Any
 from ladder.errors import LadderError
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the latter since transformers 5
+_BELIEVED = ("ladder", "llama")  # of some other models AutoTokenizer knows better than their checkpoints
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -36,15 +37,21 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
 
 def _kind(directory: Path) -> Any:
     """The class that reads it. One that says it is of no special kind needs no search, which takes seconds."""
-    file = directory / "tokenizer_config.json"
-    said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if isinstance(said, dict) and said.get("tokenizer_class") in _PLAIN and (directory / "tokenizer.json").exists():
+    kind = _said(directory / "tokenizer_config.json", "tokenizer_class")
+    model = _said(directory / "config.json", "model_type")
+    if kind in _PLAIN and model in _BELIEVED and (directory / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def _said(file: Path, key: str) -> Any:
+    """What a file of JSON says; None where it says nothing."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return found.get(key) if isinstance(found, dict) else None
 
 
 class Text:
