@@ -213,7 +213,7 @@ patterns = st.lists(rows_of_the_table, min_size=1, max_size=3).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(
     rows=patterns,
     ranks=st.sampled_from(DEGREES),
