@@ -41,7 +41,7 @@ browser:
 test: $(READY) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 && wait $$types  # side by side: tests often wait
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal && wait $$types  # side by side: tests often wait
 
 clean:
 	rm -rf $(VENV) build

@@ -27,9 +27,9 @@ def byte_tokenizer(extra: int = 0, begin: bool = False) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def tiny(directory: Path, wiring: str = "standard", tokenizer: bool = True, **changes: object) -> Path:
+def tiny(directory: Path, wiring: str = "standard", tokenizer: bool = True, layers: int = 4, **changes: object) -> Path:
     """The size `tiny` with random weights strong enough to make every token depend on all before it."""
-    config = replace(ModelConfig.named("tiny").rewired(wiring), **changes)  # type: ignore[arg-type]
+    config = replace(ModelConfig.named("tiny").first(layers).rewired(wiring), **changes)  # type: ignore[arg-type]
     save(load(Decoder(config), Random(seed=5, deviation=0.15)), directory)
     if tokenizer:
         byte_tokenizer().save_pretrained(directory)

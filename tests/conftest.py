@@ -1,4 +1,4 @@
-"""What all tests share: one thread per rank, and one world of emulated ranks per degree."""
+"""What all tests share: one thread per rank, one server for processes, one world of emulated ranks per degree."""
 
 import os
 import sys
@@ -9,8 +9,10 @@ import torch
 
 from ladder.cli import main
 from ladder.comm.emulated import World
+from ladder.engine.nursery import nursery
 
 DEGREES = (1, 2, 4, 8)
+HEAVY = ("ladder.adapt.distill", "ladder.adapt.scratch", "peft", "tests.training")  # seconds to import
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a kernel is defined: before any test imports one
@@ -20,6 +22,12 @@ if not torch.cuda.is_available():
 def one_thread() -> None:
     """The models are so small that torch's own threads would only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
+    """Whoever asks for ranks gets them from here: a process imports nothing then."""
+    nursery(*HEAVY)
 
 
 @pytest.fixture(scope="session")

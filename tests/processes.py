@@ -10,7 +10,8 @@ import torch.multiprocessing as mp
 
 def run_processes(work: Callable[..., None], size: int, directory: Path, limit: float) -> None:
     """`work(rank, size, directory)` in `size` processes; one that fails ends the others and is raised here."""
-    context = mp.spawn(work, (size, str(directory)), nprocs=size, join=False)  # type: ignore[attr-defined, no-untyped-call]
+    how = {"nprocs": size, "join": False, "start_method": "forkserver"}
+    context = mp.start_processes(work, (size, str(directory)), **how)  # type: ignore[attr-defined, no-untyped-call]
     deadline = time.monotonic() + limit
     try:
         while not context.join(timeout=1.0):

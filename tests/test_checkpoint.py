@@ -103,12 +103,11 @@ print(status("VmHWM") - before, sum(s.target.numel() * 4 for s in model.shards()
 """
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_peak_memory_is_the_shard_and_one_tensor(size: int, tmp_path: Path) -> None:
+def test_peak_memory_is_the_shard_and_one_tensor(tmp_path: Path) -> None:
     """Measured in a process of its own: the high-water mark of its resident memory, file pages included."""
     config = ModelConfig(hidden=512, layers=10, heads=8, kv_heads=8, ffn=6144, vocab=8192)
     saved(tmp_path / "model", config, file_bytes=100_000_000)
-    for rank in (0, size - 1):
+    for size, rank in ((2, 0), (4, 3)):
         command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(size), str(rank)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peak, shard = map(int, done.stdout.split())
@@ -123,15 +122,6 @@ def test_dtype_is_converted_on_the_way(tmp_path: Path) -> None:
     exact, half = load(Decoder(TINY), source), load(Decoder(TINY, dtype=torch.bfloat16), source)
     for a, b in zip(exact.shards(), half.shards(), strict=True):
         assert b.target.dtype == torch.bfloat16 and torch.equal(a.target.bfloat16(), b.target)
-
-
-def test_a_wired_directory_is_refused_by_software_that_knows_no_wirings(tmp_path: Path) -> None:
-    """In a process of its own, so that nothing here can have taught transformers our model type."""
-    saved(tmp_path, TINY.rewired("ladder@2-3"))
-    program = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode != 0 and "ladder" in done.stderr
-    assert str(Directory(tmp_path).config.wiring) == "standard:2 ladder:2"
 
 
 @pytest.mark.parametrize("value, wiring", [(3, "standard:1 ladder:3"), ([0, 2], "ladder@0,2"), (0, "standard")])

@@ -93,9 +93,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("model"), eos=())
 
 
-@pytest.fixture(scope="module", params=(2, 4))
-def emulated(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with threaded(model, wiring="ladder", tp=request.param, **SMALL) as llm:
+@pytest.fixture(scope="module")
+def emulated(model: Path) -> Iterator[LLM]:
+    with threaded(model, wiring="ladder", tp=2, **SMALL) as llm:
         yield llm
 
 
@@ -124,10 +124,10 @@ def party(chance: random.Random, count: int) -> list[Guest]:
     ]
 
 
-@pytest.mark.parametrize("tp, wiring", [*((2, wiring) for wiring in SHARED), (4, "standard"), (4, "ladder")])
+@pytest.mark.parametrize("tp, wiring", [*((2, wiring) for wiring in SHARED), (4, "ladder")])
 def test_processes_say_what_one_process_says(model: Path, wiring: str, tp: int) -> None:
     chance = random.Random(f"{wiring} {tp}")
-    parties = [party(chance, count) for count in (1, chance.randint(2, 15), 16)]
+    parties = [party(chance, count) for count in (1, chance.randint(2, 7), 10)]
     with LLM(model, wiring=wiring) as llm:
         expected = [[alone(llm, guest) for guest in guests] for guests in parties]
     with LLM(model, wiring=wiring, tp=tp, batch=6, chunk=16) as llm:

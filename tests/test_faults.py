@@ -341,15 +341,8 @@ def test_the_command_tells_who_was_killed(model: Path) -> None:
         wait_until_gone(session(process.pid), begin)
 
 
-def test_ctrl_c_while_it_works(model: Path) -> None:
-    """The whole group gets it, as from a terminal. No rank complains."""
-    with command(model) as process:
-        first_words(process)
-        interrupt(process)
-
-
-def test_a_pause_is_no_failure(model: Path) -> None:
-    """Ctrl-Z for longer than the time-out, then fg."""
+def test_a_pause_is_no_failure_and_ctrl_c_is_the_end(model: Path) -> None:
+    """Ctrl-Z for longer than the time-out, then fg. The whole group gets it, as from a terminal; no rank complains."""
     with command(model, "--timeout", "2") as process:
         first_words(process)
         os.killpg(process.pid, signal.SIGSTOP)

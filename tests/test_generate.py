@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("wiring", SHARED)
 def test_the_same_tokens_at_every_degree(directory: Path, wiring: str) -> None:
-    params = SamplingParams(max_new_tokens=24)
+    params = SamplingParams(max_new_tokens=12)
     answers = []
     for tp in (1, 2, 4, 8):
         with threaded(directory, wiring=wiring, tp=tp) as llm:

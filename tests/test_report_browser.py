@@ -15,6 +15,7 @@ from tests.test_report import EVIL, row, sample, step, write
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run"]
+BOTH = pytest.mark.parametrize("page", [(1280, "light"), (400, "dark")], ids=["wide", "narrow"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,10 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report([rows, steps], folder / "out")[0]
 
 
-@pytest.fixture(params=[(1280, "light"), (400, "dark")], ids=["wide", "narrow"])
+@pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Any, html: Path) -> Iterator[Any]:
     """The page; at the end nothing must have gone wrong, and nothing but the file itself have been asked for."""
-    width, scheme = request.param
+    width, scheme = getattr(request, "param", (1280, "light"))
     opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     wrong: list[str] = []
     asked: list[str] = []
@@ -58,6 +59,7 @@ def page(request: pytest.FixtureRequest, browser: Any, html: Path) -> Iterator[A
     opened.close()
 
 
+@BOTH
 def test_every_button_draws(page: Any) -> None:
     for figure in ("throughput", "frontier", "latency", "timeline"):
         keys = page.eval_on_selector_all(f"#{figure} .choice button", "all => all.map(one => one.dataset.key)")
@@ -94,6 +96,7 @@ def test_all_arms_switched_off(page: Any) -> None:
     assert page.locator("#throughput .plot .mark").count() > 0
 
 
+@BOTH
 def test_hovering_and_the_keyboard_tell_the_numbers(page: Any) -> None:
     tip = page.locator("#tip")
     assert tip.is_hidden()

@@ -11,8 +11,8 @@ from tests.checkpoints import tiny
 from tests.test_faults import rank_pids
 
 REQUESTS = 2000
-SLOTS = 48
-AHEAD = 80  # requests under way or waiting at once
+SLOTS = 96
+AHEAD = 160  # requests under way or waiting at once
 SAMPLE = 50
 GROWTH, SLACK = 1.01, 4 << 20  # of a rank's memory from the half to the end; bytes
 
@@ -107,7 +107,7 @@ def alone(llm: LLM, guest: Guest) -> bool:
 
 
 def test_two_thousand_requests(tmp_path: Path) -> None:
-    model = tiny(tmp_path, "ladder", eos=())
+    model = tiny(tmp_path, "ladder", eos=(), layers=2)
     chance = random.Random(0)
     guests = [draw(chance) for _ in range(REQUESTS)]
     with LLM(model, tp=2, batch=SLOTS, chunk=64) as llm:

@@ -21,6 +21,7 @@ from ladder.bench.sweep import Lines, bench, done, key, line_of, measured_before
 from ladder.errors import LadderError, RankError
 from tests.test_bench import LAPTOP, TINY, quiet
 from tests.test_cli import Run
+from tests.test_faults import wait_until_gone, workers
 
 
 def row_of(cell: Cell) -> dict[str, Any]:
@@ -130,7 +131,7 @@ from ladder.bench.options import BenchOptions
 from ladder.bench.sweep import bench
 if __name__ == "__main__":
     given = BenchOptions(size=("tiny",), batch=tuple(range(1, 21)), link=("5ms,10GB/s",), arm=("standard", "none"),
-                         prompt=8, new=8, repetitions=8, device="cpu", out=Path(sys.argv[1]))
+                         prompt=8, new=8, repetitions=3, device="cpu", out=Path(sys.argv[1]))
     for row in bench(given, lambda *_: print("turn", flush=True)):
         print("row", flush=True)
 """
@@ -141,18 +142,18 @@ def test_interrupted(tmp_path: Path) -> None:
     """Ctrl-C while the second cell is measured: the rows of the first are there, no rank is left."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "bench.jsonl")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)  # type: ignore[call-overload]
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
         seen += line[0]
         if seen.endswith("rrtt"):
             break
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    ranks = workers(process.pid)
     assert len(ranks) == 2, seen
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert process.returncode != 0 and said.count("Traceback") == 1 and "KeyboardInterrupt" in said
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    wait_until_gone(ranks, time.monotonic())
     assert [row["arm"] for row in read(tmp_path / "bench.jsonl")] == ["standard", "none"]

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from ladder import LLM, SamplingParams
+from ladder.cli import main
 from tests.checkpoints import tiny
 
 LIMIT = 180.0  # seconds for what would otherwise hang; it needs about twenty
@@ -125,13 +127,6 @@ def lines(out: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_one_node(model: Path, answers: list[dict[str, object]]) -> None:
-    with torchrun(model, *ONE_NODE, more="--batch 2 --chunk 8") as run:
-        status, out, err = run.end()
-    assert (status, lines(out)) == (0, answers), err
-    assert "Traceback" not in err
-
-
 def test_two_nodes(model: Path, answers: list[dict[str, object]]) -> None:
     """Only the first prints."""
     node = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
@@ -144,29 +139,31 @@ def test_two_nodes(model: Path, answers: list[dict[str, object]]) -> None:
         assert (status, out) == (0, ""), err
 
 
-@pytest.mark.parametrize("more, message", [
-    ("--tp 4", "tp is 4, but torchrun started 2 ranks: leave out --tp"),
-    ("--wiring rope", "unknown wiring 'rope'"),
+@pytest.mark.parametrize("ranks, more, message", [
+    (2, ["--wiring", "rope"], "unknown wiring 'rope'"),
+    (2, ["--tp", "4"], "tp is 4, but torchrun started 2 ranks: leave out --tp"),
+    (3, [], "3 ranks cannot share 8 heads"),
 ])  # fmt: skip
-def test_bad_input(model: Path, more: str, message: str) -> None:
-    with torchrun(model, *ONE_NODE, more=more) as run:
-        status, out, err = run.end()
-    assert status != 0 and out == ""
-    assert f"ladder: {message}" in err
+def test_refused_before_the_ranks_meet(
+    ranks: int,
+    more: list[str],
+    message: str,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them is here, and nobody else: it does not wait for them."""
+    for name, value in world(1, ranks, free_port()).items():
+        monkeypatch.setenv(name, value)
+    status, out, err = run("generate", "--model", model, "--token-ids=1", *more)
+    assert status == 2 and out == "" and err.startswith(f"ladder: {message}") and err.count("\n") == 1
 
 
-def test_three_ranks_cannot_share_eight_heads(model: Path) -> None:
-    with torchrun(model, "--standalone", "--nproc-per-node", "3") as run:
-        status, out, err = run.end()
-    assert status != 0 and out == "" and "ladder: 3 ranks cannot share 8 heads" in err
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed(model: Path, rank: int) -> None:
+def test_a_rank_is_killed(model: Path) -> None:
     """torchrun ends the other rank, which has one sentence to say at most."""
     with torchrun(model, *ONE_NODE, prompts=[[1]] * 400, more="--batch 1") as run:
         assert run.first_line()
-        os.kill(run.rank(rank), signal.SIGKILL)
+        os.kill(run.rank(0), signal.SIGKILL)
         begin = time.monotonic()
         status, _, err = run.end()
         assert time.monotonic() - begin < 20
@@ -174,17 +171,60 @@ def test_a_rank_is_killed(model: Path, rank: int) -> None:
     assert "ladder/cli" not in err, err  # no traceback of ours before torchrun's own
 
 
+def world(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {
+        **{name: str(value) for name, value in told.items()},
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RUN_ID": "1",
+    }
+
+
+def as_rank(told: dict[str, str], out: Path, arguments: list[str]) -> None:
+    """`ladder ARGUMENTS` as a rank of that world; what it says goes to files."""
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{out}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(told)
+    sys.argv = ["ladder", *arguments]
+    main()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_and_nobody_ends_the_other(model: Path, rank: int, tmp_path: Path) -> None:
+    """It ends by itself, with one sentence."""
+    arguments = ["generate", "--model", str(model), "--wiring", "ladder", "--json", "--batch", "1"]
+    arguments += ["--max-new-tokens", str(NEW), *["--token-ids=1"] * 400]
+    port, context = free_port(), get_context("forkserver")
+    told = [(world(each, 2, port), tmp_path / str(each), arguments) for each in (0, 1)]
+    ranks = [context.Process(target=as_rank, args=each, daemon=True) for each in told]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + LIMIT
+    while not (tmp_path / "0.out").exists() or not (tmp_path / "0.out").read_text():
+        assert time.monotonic() < deadline and all(process.is_alive() for process in ranks)
+        time.sleep(0.02)
+    ranks[rank].kill()
+    for process in ranks:
+        process.join(20)
+    assert [process.exitcode for process in ranks] == ([-9, 1] if rank == 0 else [1, -9])
+    said = (tmp_path / f"{1 - rank}.err").read_text()
+    assert said.startswith(f"ladder: rank {1 - rank} lost the others: ") and said.count("\n") == 1, said
+
+
 def test_a_second_world_at_the_same_port(model: Path, answers: list[dict[str, object]]) -> None:
     """It ends by itself, and the first goes on."""
     port = free_port()
     flags = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    prompts = [*PROMPTS, *[[1]] * 100]
-    with torchrun(model, *flags, prompts=prompts, more="--batch 1") as first:
+    with torchrun(model, *flags, more="--batch 2 --chunk 8") as first:
         begun = first.first_line()
+        ranks = [first.rank(local) for local in (0, 1)]
+        for pid in ranks:  # they wait, so that the other finds them there
+            os.kill(pid, signal.SIGSTOP)
         with torchrun(model, *flags) as second:
             status, out, _ = second.end()
         assert status != 0 and out == ""
-        assert first.agent.poll() is None, "the first was done before the second came: give it more to do"
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
         status, out, err = first.end()
-    found = lines(begun + out)
-    assert (status, found[: len(PROMPTS)], len(found)) == (0, answers, len(prompts)), err
+    assert (status, lines(begun + out)) == (0, answers) and "Traceback" not in err, err

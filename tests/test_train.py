@@ -10,24 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 
 import ladder.hf
 from ladder.adapt import folder as place
 from ladder.adapt import trainer as module
-from ladder.adapt.flops import operations
 from ladder.adapt.options import ScratchOptions, TrainingOptions
 from ladder.adapt.recipes import RECIPES, Recipe
 from ladder.adapt.scratch import born, train
 from ladder.adapt.shards import Shards
-from ladder.adapt.side import SideConfig, SideModel
 from ladder.config import SIZES, ModelConfig
 from ladder.errors import LadderError
-from ladder.hf import rewire
 from tests import training as tiny
 from tests.training import BATCH, WINDOW, Stop, log, same, silent, training, until, weights
 
@@ -269,16 +265,18 @@ def module_windows(data: Path) -> range:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, torch shards there")
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_ranks_train_as_one_does(fsdp: bool, data: Path, whole: Path, tmp_path: Path) -> None:
-    """Killed and gone on with on the way: DDP, and FSDP2."""
+    """DDP, and FSDP2, which is killed and gone on with on the way."""
     out = tmp_path / "out"
     run = (ScratchOptions(out, size="tiny"), training(data, STEPS, valid=data, fsdp=fsdp))
-    step = tiny.kill_behind_a_checkpoint(tiny.start("train", *run, ranks=2), out)
-    assert step < STEPS
-    shards = {path.name for path in (out / f"checkpoints/checkpoint-{step}/pytorch_model_fsdp_0").glob("*.distcp")}
-    assert shards == ({"__0_0.distcp", "__1_0.distcp"} if fsdp else set())  # each rank its own
-    before = log(out)
+    if fsdp:
+        step = tiny.kill_behind_a_checkpoint(tiny.start("train", *run, ranks=2), out)
+        assert step < STEPS
+        shards = {path.name for path in (out / f"checkpoints/checkpoint-{step}/pytorch_model_fsdp_0").glob("*.distcp")}
+        assert shards == {"__0_0.distcp", "__1_0.distcp"}  # each rank its own
+        before = log(out)
     assert tiny.end(tiny.start("train", *run, ranks=2)) == [0, 0]
-    assert [line for line in before if line[0] <= step] == [line for line in log(out) if line[0] <= step]
+    if fsdp:
+        assert [line for line in before if line[0] <= step] == [line for line in log(out) if line[0] <= step]
     for key in ("loss", "eval_loss", "learning_rate", "grad_norm"):
         found, wanted = log(out, key), log(whole, key)
         assert [step for step, _ in found] == [step for step, _ in wanted]
@@ -308,76 +306,6 @@ def test_other_options_and_finished_runs(data: Path, whole: Path) -> None:
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
 
 
-@pytest.mark.parametrize("own, changes, message", [
-    ({"size": "huge"}, {}, "unknown size 'huge': known are 1B"),
-    ({"size": None}, {}, "give either --size or --recipe; recipes are paper-1B"),
-    ({"recipe": "50M"}, {}, "give either --size or --recipe"),
-    ({"size": None, "recipe": "soup"}, {}, "unknown recipe 'soup': known are paper-1B"),
-    ({"wiring": "rope"}, {}, "unknown wiring 'rope'"),
-    ({"wiring": "none", "ranks": 2}, {}, "ends with sums that are kept local"),
-    ({"ranks": 3}, {}, "3 ranks cannot share 8 heads"),
-    ({}, {"window": 1024, "batch": 1}, "a window of 1024 is more than the model's context of 512"),
-    ({}, {"batch": 500}, r"has \d+ tokens: a step needs 8000, and an evaluation \d+ of them; give more data"),
-    ({}, {"batch": 500, "valid": "data"}, r"has \d+ tokens, a step needs 8000: give more data, or a smaller --batch"),
-    ({}, {"batch": 10, "micro": 4}, "10 rows of a rank are no multiple of --micro 4"),
-    ({}, {"valid": "other"}, "other was tokenized with another tokenizer than .*/tokenizer's"),
-    ({}, {"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
-    ({}, {"data": "empty"}, "empty has no shards.json: name a folder that ladder data made"),
-    ({}, {"data": "cut"}, r"shard-00000.bin is damaged: it has 100 bytes, not \d+; run ladder data again"),
-    ({}, {"fsdp": True}, "--fsdp shards over ranks, and there is one: start it with torchrun, or leave --fsdp out"),
-])  # fmt: skip
-def test_refused(own: dict[str, Any], changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
-    folders = {"data": data, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty", "cut": tmp_path / "cut"}
-    folders["empty"].mkdir()
-    if changes.get("data") == "cut":
-        tiny.tokens(folders["cut"])
-        with (folders["cut"] / "shard-00000.bin").open("r+b") as file:
-            file.truncate(100)
-    if changes.get("valid") == "other":
-        folders["other"] = tiny.tokens(tmp_path / "other", seed=2, vocab=280)
-    changes = {name: folders[value] if isinstance(value, str) else value for name, value in changes.items()}
-    with pytest.raises(LadderError, match=message) as refused:
-        train(
-            ScratchOptions(tmp_path / "out", **{"size": "tiny", **own}), training(**{"data": data, **changes}), silent
-        )
-    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("changes, message", [
-    ({"schedule": "triangle"}, "unknown schedule 'triangle': known are cosine, linear, constant"),
-    ({"dtype": "float16"}, "unknown dtype 'float16'"),
-    ({"compile": "maybe"}, "unknown compile 'maybe'"),
-    ({"device": "tpu"}, "unknown device 'tpu'"),
-    ({"tokens": 0}, "tokens must be at least 1, not 0"),
-    ({"window": 1}, "window must be at least 2, not 1"),
-    ({"save_every": 0}, "save-every must be at least 1, not 0"),
-    ({"lr": 0.0}, "lr must be a number above 0 and at most 10.0, not 0.0"),
-    ({"lr": math.nan}, "lr must be a number above 0"),
-    ({"weight_decay": -0.1}, "weight-decay must be a number from 0 to 10.0, not -0.1"),
-    ({"warmup": 1.0}, "warmup must be from 0 to below 1, not 1.0"),
-    ({"seed": -1}, r"seed must be from 0 to 2\^32 - 1, not -1"),
-    ({"batch": 1.5}, "batch must be int, not 1.5"),
-])  # fmt: skip
-def test_refused_options(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(LadderError, match=message):
-        TrainingOptions(**changes)
-
-
-def test_a_batch_that_ranks_cannot_share(data: Path) -> None:
-    with pytest.raises(LadderError, match="a batch of 8 rows cannot be shared by 3 ranks evenly"):
-        training(data).rows_at_a_time(3)
-    assert training(data, micro=3, batch=12).rows_at_a_time(2) == (3, 2)
-    assert training(data, micro=30).rows_at_a_time(2) == (4, 1)
-
-
-def test_a_folder_that_is_something_else(data: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for out, message in ((tmp_path, "there already, and no run of ours"), (tmp_path / "file", "is a file")):
-        with pytest.raises(LadderError, match=message):
-            train(ScratchOptions(out, size="tiny"), training(data), silent)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_the_command_line(run: Callable[..., tuple[int, str, str]], data: Path, tmp_path: Path) -> None:
     def trained(*options: Any) -> tuple[int, str, str]:
         return run("train", *(part for each in options for part in tiny.flags(each)))
@@ -391,56 +319,3 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], data: Path, 
     code, out, err = trained(replace(own, out=tmp_path / "more"), training(tmp_path / "nothing"))
     assert (code, out) == (2, "") and err.startswith("ladder: no such folder of tokens") and err.count("\n") == 1
     assert not (tmp_path / "more").exists()
-
-
-def test_without_accelerate(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(LadderError, match="training needs accelerate: pip install"):
-        train(ScratchOptions(tmp_path / "out", size="tiny"), training(data), silent)
-    assert not (tmp_path / "out").exists()
-
-
-# --- how much computing it is ---------------------------------------------------------------------------------------
-
-
-def llama(**changes: Any) -> Any:
-    """hidden 32, ffn 48, 3 layers, 4 heads of 8, 2 key/value heads, vocabulary 300."""
-    config = tiny.config(**changes)
-    return AutoModelForCausalLM.from_config(config)
-
-
-LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32  # q, k and v, o, MLP, norms
-HEAD = 300 * 32
-LOOKS = 2 * (2 * 64 / 2) * 32 * 3  # forward: scores and their sums, over half of 64 tokens, by all heads and layers
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_operations(tied: bool) -> None:
-    wanted = 6 * (3 * LAYER + 32 + HEAD) + 3 * LOOKS  # the final norm's 32; the embedding is looked up
-    assert operations(llama(tie_word_embeddings=tied), 64) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_operations_with_lora(tied: bool) -> None:
-    model = get_peft_model(
-        llama(tie_word_embeddings=tied), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")
-    )
-    adapters = 3 * 2 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
-    wanted = 4 * (3 * LAYER + 32 + HEAD) + 6 * adapters + 3 * LOOKS
-    assert operations(model, 64) == pytest.approx(wanted)
-
-
-def test_operations_beside_a_side_network() -> None:
-    model = SideModel(rewire(llama(), "ladder"), SideConfig(reduction=4))
-    wanted = 2 * (3 * LAYER + 32) + 4 * HEAD + 6 * model.trainable() + LOOKS
-    assert operations(model, 64) == pytest.approx(wanted)
-
-
-def test_operations_of_experts() -> None:
-    """Two of four are asked."""
-    sizes = tiny.config().to_dict()
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    config = MixtralConfig(**{name: sizes[name] for name in names}, vocab_size=300, num_local_experts=4)
-    layer = LAYER - 3 * 32 * 48 + 4 * 32 + 2 * 3 * 32 * 48  # the router's, and two MLPs
-    wanted = 6 * (3 * layer + 32 + HEAD) + 3 * LOOKS
-    assert operations(AutoModelForCausalLM.from_config(config), 64) == pytest.approx(wanted)

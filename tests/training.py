@@ -1,6 +1,6 @@
 """Tiny tokens, models and runs for the tests of training; and runs in processes of their own, which can be killed.
 
-The processes come from one server that has imported everything once (`forkserver`): a start costs nothing then.
+The processes come from the server that `conftest.py` starts, which has imported everything once.
 """
 
 import json
@@ -138,7 +138,6 @@ def flags(options: Any) -> list[str]:
 def start(verb: str, *options: Any, ranks: int = 1, broken: str | None = None) -> list[ForkServerProcess]:
     """`ladder VERB` with these options, in a process or, as torchrun would, in several."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training", "ladder.adapt.distill", "ladder.adapt.scratch", "peft"])
     environment = [{}] if ranks == 1 else _world(ranks)
     arguments = [verb, *(flag for group in options for flag in flags(group))]
     found = [context.Process(target=command, args=(arguments, each, broken)) for each in environment]

@@ -5,9 +5,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import connection, get_context, parent_process, resource_tracker
+from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.engine.control import join, leave, own_device
+from ladder.engine.nursery import nursery
 from ladder.errors import LadderError, RankError
 
 TIMEOUT = 300.0  # seconds a rank may wait for another
@@ -43,11 +44,9 @@ def told_by_ranks(
     stopped by Ctrl-C, ends the ranks by that.
     """
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    context = get_context("spawn")
+    context = nursery()
     pipes: list[Connection] = []
-    processes: list[SpawnProcess] = []
-    resource_tracker.ensure_running()  # would unblock what is blocked next, were it started after that
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is not the ranks' business
+    processes: list[ForkServerProcess] = []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
@@ -57,10 +56,8 @@ def told_by_ranks(
             process.start()
             processes.append(process)
             theirs.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         yield from _heard(pipes, processes)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         for process in processes:
             process.kill()
         for process in processes:
@@ -80,7 +77,7 @@ class Done(NamedTuple):
     """A rank's last words, where all is well."""
 
 
-def _heard(pipes: Sequence[Connection], processes: Sequence[SpawnProcess]) -> Iterator[Any]:
+def _heard(pipes: Sequence[Connection], processes: Sequence[ForkServerProcess]) -> Iterator[Any]:
     speaking = {pipe: rank for rank, pipe in enumerate(pipes)}
     while speaking:
         for pipe in connection.wait(list(speaking), timeout=1.0):
@@ -99,7 +96,7 @@ def _heard(pipes: Sequence[Connection], processes: Sequence[SpawnProcess]) -> It
                     yield said
 
 
-def _cause(rank: int, failed: Failed, processes: Sequence[SpawnProcess]) -> Exception:
+def _cause(rank: int, failed: Failed, processes: Sequence[ForkServerProcess]) -> Exception:
     """Why the ranks cannot go on: a killed one, else the one that said so first."""
     if failed.refused:
         return LadderError(failed.reason)

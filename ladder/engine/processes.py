@@ -12,14 +12,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, forkserver, get_context, resource_tracker
+from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.engine.core import Command, Stop, Token
+from ladder.engine.nursery import nursery
 from ladder.engine.rank import PULSE, Failed, Loaded, Ready, Report, run_rank
 from ladder.engine.requests import Opened
 from ladder.engine.vitals import Vitals
@@ -54,7 +55,7 @@ class Processes:
         self._early: deque[list[Token]] = deque()  # of reports that `free_slots` had to read
         # where the ranks meet: on loopback, at a port that the system chooses and that ends with this process
         self._store = TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)
-        context = _nursery()
+        context = nursery()
         shared: Any = context.Array("d", Vitals.room(self._size), lock=False)
         self._vitals = [Vitals(shared, rank) for rank in range(self._size)]
         self._start = time.monotonic() + START  # who has not been seen yet is silent since then
@@ -216,18 +217,3 @@ class Processes:
         for rank, account in self._accounts.items():
             return RankError(f"rank {rank} lost the others: {account.reason}; all ranks were stopped")
         return RankError("the ranks closed their pipes; all ranks were stopped")
-
-
-def _nursery() -> ForkServerContext:
-    """A clean process that loads torch once for all ranks, which are forked from it. None of them hears Ctrl-C: that
-    is the caller's business.
-    """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["ladder.engine.rank"])
-    resource_tracker.ensure_running()  # would unblock what is blocked next, were it started after that
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    return context

@@ -1,0 +1,20 @@
+"""Where processes for ranks come from."""
+
+import signal
+from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing.context import ForkServerContext
+
+
+def nursery(*more: str) -> ForkServerContext:
+    """A clean process that loads torch once for all ranks, and modules `more`; they are forked from it, now and later.
+    None of them hears Ctrl-C: that is the caller's business.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["ladder.engine.rank", *more])
+    resource_tracker.ensure_running()  # would unblock what is blocked next, were it started after that
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return context

@@ -1,0 +1,96 @@
+"""What ladder train refuses: one sentence each, and nothing is begun."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder.adapt import trainer as module
+from ladder.adapt.options import ScratchOptions, TrainingOptions
+from ladder.adapt.scratch import train
+from ladder.errors import LadderError
+from tests import training as tiny
+from tests.training import silent, training
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.mark.parametrize("own, changes, message", [
+    ({"size": "huge"}, {}, "unknown size 'huge': known are 1B"),
+    ({"size": None}, {}, "give either --size or --recipe; recipes are paper-1B"),
+    ({"recipe": "50M"}, {}, "give either --size or --recipe"),
+    ({"size": None, "recipe": "soup"}, {}, "unknown recipe 'soup': known are paper-1B"),
+    ({"wiring": "rope"}, {}, "unknown wiring 'rope'"),
+    ({"wiring": "none", "ranks": 2}, {}, "ends with sums that are kept local"),
+    ({"ranks": 3}, {}, "3 ranks cannot share 8 heads"),
+    ({}, {"window": 1024, "batch": 1}, "a window of 1024 is more than the model's context of 512"),
+    ({}, {"batch": 500}, r"has \d+ tokens: a step needs 8000, and an evaluation \d+ of them; give more data"),
+    ({}, {"batch": 500, "valid": "data"}, r"has \d+ tokens, a step needs 8000: give more data, or a smaller --batch"),
+    ({}, {"batch": 10, "micro": 4}, "10 rows of a rank are no multiple of --micro 4"),
+    ({}, {"valid": "other"}, "other was tokenized with another tokenizer than .*/tokenizer's"),
+    ({}, {"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
+    ({}, {"data": "empty"}, "empty has no shards.json: name a folder that ladder data made"),
+    ({}, {"data": "cut"}, r"shard-00000.bin is damaged: it has 100 bytes, not \d+; run ladder data again"),
+    ({}, {"fsdp": True}, "--fsdp shards over ranks, and there is one: start it with torchrun, or leave --fsdp out"),
+])  # fmt: skip
+def test_refused(own: dict[str, Any], changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
+    folders = {"data": data, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty", "cut": tmp_path / "cut"}
+    folders["empty"].mkdir()
+    if changes.get("data") == "cut":
+        tiny.tokens(folders["cut"])
+        with (folders["cut"] / "shard-00000.bin").open("r+b") as file:
+            file.truncate(100)
+    if changes.get("valid") == "other":
+        folders["other"] = tiny.tokens(tmp_path / "other", seed=2, vocab=280)
+    changes = {name: folders[value] if isinstance(value, str) else value for name, value in changes.items()}
+    with pytest.raises(LadderError, match=message) as refused:
+        train(
+            ScratchOptions(tmp_path / "out", **{"size": "tiny", **own}), training(**{"data": data, **changes}), silent
+        )
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"schedule": "triangle"}, "unknown schedule 'triangle': known are cosine, linear, constant"),
+    ({"dtype": "float16"}, "unknown dtype 'float16'"),
+    ({"compile": "maybe"}, "unknown compile 'maybe'"),
+    ({"device": "tpu"}, "unknown device 'tpu'"),
+    ({"tokens": 0}, "tokens must be at least 1, not 0"),
+    ({"window": 1}, "window must be at least 2, not 1"),
+    ({"save_every": 0}, "save-every must be at least 1, not 0"),
+    ({"lr": 0.0}, "lr must be a number above 0 and at most 10.0, not 0.0"),
+    ({"lr": math.nan}, "lr must be a number above 0"),
+    ({"weight_decay": -0.1}, "weight-decay must be a number from 0 to 10.0, not -0.1"),
+    ({"warmup": 1.0}, "warmup must be from 0 to below 1, not 1.0"),
+    ({"seed": -1}, r"seed must be from 0 to 2\^32 - 1, not -1"),
+    ({"batch": 1.5}, "batch must be int, not 1.5"),
+])  # fmt: skip
+def test_refused_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        TrainingOptions(**changes)
+
+
+def test_a_batch_that_ranks_cannot_share(data: Path) -> None:
+    with pytest.raises(LadderError, match="a batch of 8 rows cannot be shared by 3 ranks evenly"):
+        training(data).rows_at_a_time(3)
+    assert training(data, micro=3, batch=12).rows_at_a_time(2) == (3, 2)
+    assert training(data, micro=30).rows_at_a_time(2) == (4, 1)
+
+
+def test_a_folder_that_is_something_else(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out, message in ((tmp_path, "there already, and no run of ours"), (tmp_path / "file", "is a file")):
+        with pytest.raises(LadderError, match=message):
+            train(ScratchOptions(out, size="tiny"), training(data), silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_without_accelerate(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(LadderError, match="training needs accelerate: pip install"):
+        train(ScratchOptions(tmp_path / "out", size="tiny"), training(data), silent)
+    assert not (tmp_path / "out").exists()
