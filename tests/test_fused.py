@@ -18,7 +18,7 @@ from tests import oracle
 from tests.test_parity import FAMILIES, HYBRIDS, WIRINGS, assert_close
 from tests.weights import decoder, draw, tiny
 
-PROMPT, STEPS = 5, 2
+PROMPT = 5
 
 
 TURNS = threading.Lock()
@@ -41,7 +41,7 @@ class InTurns:
 def fused_logits(
     config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, ops: Ops, comm: Comm | None
 ) -> Tensor:
-    """[batch, STEPS + 1, vocab]: of the prompt's last token, and of those that follow, each request in another slot."""
+    """[batch, steps + 1, vocab]: of the prompt's last token, and of those that follow, each request in another slot."""
     model = decoder(config, weights, comm)
     batch = len(tokens)
     slots = list(range(batch - 1, -1, -1))
@@ -52,7 +52,7 @@ def fused_logits(
     again = fused.prompts_at(tokens[:, :PROMPT], last, first, fused.beginnings(tokens[:, :PROMPT].shape))
     assert torch.equal(again, found[0])
     fused.cache.advance([PROMPT] * batch, slots)
-    for position in range(PROMPT, PROMPT + STEPS):
+    for position in range(PROMPT, tokens.shape[1]):
         logits, best = fused.step(tokens[:, position], torch.tensor(slots), torch.full((batch,), position))
         found.append(logits)
         values, ids = best[:, 0::2], best[:, 1::2].long()
@@ -62,9 +62,9 @@ def fused_logits(
     return model.comm.all_gather(torch.stack(found, 1))[..., : config.vocab]
 
 
-def check(config: ModelConfig, size: int, ops: Any, batch: int) -> None:
+def check(config: ModelConfig, size: int, ops: Any, batch: int, steps: int = 2) -> None:
     weights = draw(config)
-    tokens = torch.randint(config.vocab, (batch, PROMPT + STEPS), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(config.vocab, (batch, PROMPT + steps), generator=torch.Generator().manual_seed(3))
     expected = oracle.logits(config, weights, tokens, config.wiring.layers, size)[:, PROMPT - 1 :]
     with World(size) as world:
         for found in world.run(lambda comm: fused_logits(config, weights, tokens, ops(), comm)):
@@ -85,13 +85,15 @@ def test_families(family: str, batch: int) -> None:
 
 # The interpreter takes seconds for a model; what is left to see is that each kernel gets what its twin gets.
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
-@pytest.mark.parametrize("wiring, batch", (("ladder-1-2", 1), ("parallel", 2), ("desync-2x", 1), ("none", 2)))
-def test_kernels(wiring: str, batch: int) -> None:
-    check(tiny(2).rewired(wiring), 2, InTurns, batch)
+@pytest.mark.parametrize("wiring, batch, steps", (
+    ("ladder-1-2", 1, 2), ("parallel", 2, 1), ("desync-2x", 1, 1), ("none", 2, 1)
+))  # fmt: skip
+def test_kernels(wiring: str, batch: int, steps: int) -> None:
+    check(tiny(2).rewired(wiring), 2, InTurns, batch, steps)
 
 
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 @pytest.mark.parametrize("family", ("all_biases", "qk_norm", "windows"))
 def test_kernels_of_families(family: str) -> None:
     rest = {**FAMILIES[family], **({"windows": (3,)} if family == "windows" else {})}
-    check(tiny(1, **rest).rewired("ladder"), 1, InTurns, 1)
+    check(tiny(1, **rest).rewired("ladder"), 1, InTurns, 1, steps=1)
