@@ -113,7 +113,7 @@ def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, d
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradient_checkpointing(name: str) -> None:
-    model = rewire(host(name, use_cache=False, num_hidden_layers=2), "ladder:1 ladder-2:1").train()
+    model = rewire(host(name, use_cache=False), "standard:1 ladder:2 ladder-2:1").train()
     expected = training_loss(model)
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
