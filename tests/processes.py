@@ -1,11 +1,25 @@
-"""Ranks as processes of a test: they end in time, or are ended."""
+"""Ranks as processes of a test: they end in time, or are ended; and what torchrun would tell them."""
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def world(size: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank."""
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    told = [{**common, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "none"} for rank in range(size)]
+    return [{name: str(value) for name, value in each.items()} for each in told]
 
 
 def run_processes(work: Callable[..., None], size: int, directory: Path, limit: float) -> None:

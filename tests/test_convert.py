@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,11 @@ def test_all_hosts_agree(name: str, wiring: str, tmp_path: Path) -> None:
         assert (one.double() - other.double()).abs().max() <= 1e-5 * truth.abs().max()
 
 
-def test_convert_then_the_engine(run: Callable[..., tuple[int, str, str]], source: Path, tmp_path: Path) -> None:
+def test_convert_then_the_engine(source: Path, tmp_path: Path) -> None:
     """The same greedy tokens from transformers and from two ranks of the engine."""
-    status, out, err = run("convert", source, tmp_path / "out", "--wiring", HYBRID)
-    assert (status, err) == (0, "") and HYBRID in out
+    command = [sys.executable, "-m", "ladder", "convert", str(source), str(tmp_path / "out"), "--wiring", HYBRID]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and HYBRID in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     prompts = [PROMPT, [7], list(range(40, 70))]
     expected = []

@@ -342,7 +342,9 @@ def test_the_command_tells_who_was_killed(model: Path) -> None:
 
 
 def test_a_pause_is_no_failure_and_ctrl_c_is_the_end(model: Path) -> None:
-    """Ctrl-Z for longer than the time-out, then fg. The whole group gets it, as from a terminal; no rank complains."""
+    """Ctrl-Z for longer than the time-out, then fg. Ctrl-C goes to the whole group, as from a terminal; no rank
+    complains.
+    """
     with command(model, "--timeout", "2") as process:
         first_words(process)
         os.killpg(process.pid, signal.SIGSTOP)

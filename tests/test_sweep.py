@@ -1,10 +1,12 @@
 """ladder bench: its file of lines, a sweep that goes on where it was stopped, and what it says about that."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -144,16 +146,20 @@ def test_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "bench.jsonl")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line[0]
-        if seen.endswith("rrtt"):
-            break
-    ranks = workers(process.pid)
-    assert len(ranks) == 2, seen
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    try:
+        assert process.stdout is not None
+        seen = ""
+        for line in process.stdout:
+            seen += line[0]
+            if seen.endswith("rrt"):
+                break
+        ranks = workers(process.pid)
+        assert len(ranks) == 2, seen
+        os.killpg(process.pid, signal.SIGINT)  # as from a terminal
+        _, said = process.communicate(timeout=20)
+        wait_until_gone(ranks, time.monotonic())
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0 and said.count("Traceback") == 1 and "KeyboardInterrupt" in said
-    wait_until_gone(ranks, time.monotonic())
     assert [row["arm"] for row in read(tmp_path / "bench.jsonl")] == ["standard", "none"]

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder import LLM, SamplingParams
-from ladder.bench.ranks import run_ranks
 from ladder.comm import symmetric
 from ladder.comm.base import Comm
 from ladder.comm.distributed import Distributed
@@ -276,16 +275,21 @@ def sums(comm: Comm, device: torch.device) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_of_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setenv(SHARE, "1")
-    run_ranks(size, torch.device("cuda:0"), sums, wire="symmetric")
+def test_sums_of_ranks_that_share_a_gpu(size: int) -> None:
+    names = "import torch; from ladder.bench.ranks import run_ranks; from tests.test_symmetric import sums"
+    done = python(["-c", f"{names}; run_ranks({size}, torch.device('cuda:0'), sums, wire='symmetric')"], told=True)
+    assert done.returncode == 0, done.stderr
+
+
+def python(arguments: list[str], told: bool) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: this one's nursery of ranks is older than what is told to torch."""
+    told_torch = {name: value for name, value in os.environ.items() if name != SHARE} | ({SHARE: "1"} if told else {})
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=told_torch, capture_output=True, text=True, timeout=LIMIT)
 
 
 def ladder(arguments: list[str], told: bool) -> subprocess.CompletedProcess[str]:
-    """The command, in a process of its own: this one's nursery of ranks may be older than what is told to torch."""
-    told_torch = {name: value for name, value in os.environ.items() if name != SHARE} | ({SHARE: "1"} if told else {})
-    command = [sys.executable, "-m", "ladder", "generate", *arguments]
-    return subprocess.run(command, env=told_torch, capture_output=True, text=True, timeout=LIMIT)
+    return python(["-m", "ladder", "generate", *arguments], told)
 
 
 @needs_gpu

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,10 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 from ladder import LLM, SamplingParams
 from ladder.cli import main
 from tests.checkpoints import tiny
+from tests.processes import free_port, world
 
 LIMIT = 180.0  # seconds for what would otherwise hang; it needs about twenty
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -35,12 +36,6 @@ def answers(model: Path) -> list[dict[str, object]]:
     """What one process prints."""
     with LLM(model, wiring="ladder") as llm:
         return [vars(result) for result in llm.generate(PROMPTS, SamplingParams(NEW))]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def living() -> dict[tuple[int, int], int]:
@@ -153,7 +148,7 @@ def test_refused_before_the_ranks_meet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of them is here, and nobody else: it does not wait for them."""
-    for name, value in world(1, ranks, free_port()).items():
+    for name, value in world(ranks)[1].items():
         monkeypatch.setenv(name, value)
     status, out, err = run("generate", "--model", model, "--token-ids=1", *more)
     assert status == 2 and out == "" and err.startswith(f"ladder: {message}") and err.count("\n") == 1
@@ -171,20 +166,11 @@ def test_a_rank_is_killed(model: Path) -> None:
     assert "ladder/cli" not in err, err  # no traceback of ours before torchrun's own
 
 
-def world(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    return {
-        **{name: str(value) for name, value in told.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RUN_ID": "1",
-    }
-
-
 def as_rank(told: dict[str, str], out: Path, arguments: list[str]) -> None:
     """`ladder ARGUMENTS` as a rank of that world; what it says goes to files."""
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{out}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    torch.set_num_threads(1)
     os.environ.update(told)
     sys.argv = ["ladder", *arguments]
     main()
@@ -195,19 +181,23 @@ def test_a_rank_is_killed_and_nobody_ends_the_other(model: Path, rank: int, tmp_
     """It ends by itself, with one sentence."""
     arguments = ["generate", "--model", str(model), "--wiring", "ladder", "--json", "--batch", "1"]
     arguments += ["--max-new-tokens", str(NEW), *["--token-ids=1"] * 400]
-    port, context = free_port(), get_context("forkserver")
-    told = [(world(each, 2, port), tmp_path / str(each), arguments) for each in (0, 1)]
+    context = get_context("forkserver")
+    told = [(each, tmp_path / str(number), arguments) for number, each in enumerate(world(2))]
     ranks = [context.Process(target=as_rank, args=each, daemon=True) for each in told]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + LIMIT
-    while not (tmp_path / "0.out").exists() or not (tmp_path / "0.out").read_text():
-        assert time.monotonic() < deadline and all(process.is_alive() for process in ranks)
-        time.sleep(0.02)
-    ranks[rank].kill()
-    for process in ranks:
-        process.join(20)
-    assert [process.exitcode for process in ranks] == ([-9, 1] if rank == 0 else [1, -9])
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (tmp_path / "0.out").exists() or not (tmp_path / "0.out").read_text():
+            assert time.monotonic() < deadline and all(process.is_alive() for process in ranks)
+            time.sleep(0.02)
+        ranks[rank].kill()
+        for process in ranks:
+            process.join(20)
+        assert [process.exitcode for process in ranks] == ([-9, 1] if rank == 0 else [1, -9])
+    finally:
+        for process in ranks:
+            process.kill()
     said = (tmp_path / f"{1 - rank}.err").read_text()
     assert said.startswith(f"ladder: rank {1 - rank} lost the others: ") and said.count("\n") == 1, said
 
@@ -216,7 +206,8 @@ def test_a_second_world_at_the_same_port(model: Path, answers: list[dict[str, ob
     """It ends by itself, and the first goes on."""
     port = free_port()
     flags = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    with torchrun(model, *flags, more="--batch 2 --chunk 8") as first:
+    prompts = [*PROMPTS, *[[1]] * 40]  # so that the ranks are there for a while
+    with torchrun(model, *flags, prompts=prompts, more="--batch 2 --chunk 8") as first:
         begun = first.first_line()
         ranks = [first.rank(local) for local in (0, 1)]
         for pid in ranks:  # they wait, so that the other finds them there
@@ -227,4 +218,5 @@ def test_a_second_world_at_the_same_port(model: Path, answers: list[dict[str, ob
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
         status, out, err = first.end()
-    assert (status, lines(begun + out)) == (0, answers) and "Traceback" not in err, err
+    found = lines(begun + out)
+    assert (status, found[: len(PROMPTS)], len(found)) == (0, answers, len(prompts)) and "Traceback" not in err, err

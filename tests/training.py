@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from ladder.adapt.options import TrainingOptions
 from ladder.adapt.texts import tokenize
 from ladder.adapt.trainer import complete
 from ladder.cli import main
+from tests.processes import world
 
 LIMIT = 120.0  # seconds for what would otherwise hang
 WINDOW, BATCH = 16, 8
@@ -138,22 +138,12 @@ def flags(options: Any) -> list[str]:
 def start(verb: str, *options: Any, ranks: int = 1, broken: str | None = None) -> list[ForkServerProcess]:
     """`ladder VERB` with these options, in a process or, as torchrun would, in several."""
     context = multiprocessing.get_context("forkserver")
-    environment = [{}] if ranks == 1 else _world(ranks)
+    environment = [{}] if ranks == 1 else world(ranks)
     arguments = [verb, *(flag for group in options for flag in flags(group))]
     found = [context.Process(target=command, args=(arguments, each, broken)) for each in environment]
     for process in found:
         process.start()
     return found
-
-
-def _world(ranks: int) -> list[dict[str, str]]:
-    """What torchrun tells each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    world = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-    return [{name: str(value) for name, value in each.items()} for each in world]
 
 
 def end(processes: list[ForkServerProcess]) -> list[int | None]:

@@ -47,6 +47,7 @@ def told_by_ranks(
     context = nursery()
     pipes: list[Connection] = []
     processes: list[ForkServerProcess] = []
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # not between a start and its note
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
@@ -56,10 +57,13 @@ def told_by_ranks(
             process.start()
             processes.append(process)
             theirs.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         yield from _heard(pipes, processes)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         for process in processes:
-            process.kill()
+            if process.is_alive():  # else its number may be another's by now
+                process.kill()
         for process in processes:
             process.join()
         for pipe in pipes:
@@ -141,6 +145,7 @@ def _rank(
     arguments: tuple[Any, ...],
     pipe: Connection,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's business
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(1)

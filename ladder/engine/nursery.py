@@ -6,8 +6,8 @@ from multiprocessing.context import ForkServerContext
 
 
 def nursery(*more: str) -> ForkServerContext:
-    """A clean process that loads torch once for all ranks, and modules `more`; they are forked from it, now and later.
-    None of them hears Ctrl-C: that is the caller's business.
+    """A clean process that loads torch, and modules `more`, once for all ranks, which are forked from it, now and
+    later, with the variables it was started with. It does not hear Ctrl-C: that is the caller's business.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(["ladder.engine.rank", *more])

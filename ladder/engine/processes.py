@@ -135,7 +135,8 @@ class Processes:
 
     def _kill(self) -> None:
         for process in self._processes:
-            process.kill()
+            if process.is_alive():  # else its number may be another's by now
+                process.kill()
         for process in self._processes:
             process.join()
 
