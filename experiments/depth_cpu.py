@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ladder.adapt.scratch import born, hf_config
 from ladder.adapt.shards import Shards
+from ladder.bench.machine import machine
 from ladder.config import ModelConfig
 from ladder.hf import rewire
 
@@ -56,7 +57,8 @@ def main() -> None:
         total += loss.item()
         if (step + 1) % given.every == 0:
             about = {"wiring": given.wiring, "layers": given.layers, "rows": given.rows, "step": step + 1}
-            print(json.dumps({**about, "loss": round(total / given.every, 4)}), flush=True)
+            line = {**about, "loss": round(total / given.every, 4), **machine(torch.device("cpu"))}
+            print(json.dumps(line), flush=True)
             total = 0.0
 
 

@@ -1,8 +1,10 @@
 """ladder bench: its plan, what it refuses, its turns, its figures, and real ranks."""
 
 import json
+import os
+import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from ladder.bench import measure
 from ladder.bench.cells import Cell, Here, cells, lots
 from ladder.bench.measure import Facts, Measured, Turn, figures, in_turns
 from ladder.bench.options import PRESETS, BenchOptions
+from ladder.bench.ranks import told_by_ranks
 from ladder.bench.runners import Captured, Plain, pieces
 from ladder.bench.shard import shard
 from ladder.bench.sweep import KEYS, bench, table
@@ -139,6 +142,17 @@ def test_what_is_offered_fits(gib: int, flag: str) -> None:
     assert cells(replace(given, **{flag: fits}), here)
     with pytest.raises(LadderError, match="the nearest that fits"):
         cells(replace(given, **{flag: not_fits}), here)
+
+
+def who_started(comm: Comm, device: torch.device) -> Iterator[tuple[int, bool]]:
+    yield os.getppid(), signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_ranks_are_forked_from_one_process_and_hear_no_ctrl_c() -> None:
+    """Each cell of a sweep starts ranks anew: what they import is imported once."""
+    found = [list(told_by_ranks(2, torch.device("cpu"), who_started)) for _ in range(2)]
+    (parent, deaf), *others = found[0]
+    assert found[0] == found[1] and parent != os.getpid() and deaf and not others
 
 
 def test_real_ranks(tmp_path: Path) -> None:

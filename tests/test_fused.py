@@ -19,8 +19,6 @@ from tests.test_parity import FAMILIES, HYBRIDS, WIRINGS, assert_close
 from tests.weights import decoder, draw, tiny
 
 PROMPT = 5
-
-
 TURNS = threading.Lock()
 
 
