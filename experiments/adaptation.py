@@ -7,8 +7,8 @@ is layers and a way, as in half-distill:
 
     layers  half (the last), all, scanned (as many as half, those that `ladder scan --json` grows to: --scan FILE), or
             none: the original, trained as long
-    way     finetune, distill, schedule (distill, with a staleness that moves), streams (schedule, and the original's
-            streams), text (schedule, and the language-model loss)
+    way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
+            other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss)
 
 A JSON line for the original, for each wiring without training, and for each arm: perplexity, KL, agreement, tasks. An
 arm that is in WORK already is only measured, and what is measured there is not measured again: keep one WORK for one
@@ -37,6 +37,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "finetune": {"kl_weight": 0.0, "lm_weight": 1.0, "staleness": 0.0},
     "distill": {"staleness": 0.0},
     "schedule": {"staleness": 0.5},
+    "first": {"staleness": 0.5, "staleness_way": "first"},
+    "last": {"staleness": 0.5, "staleness_way": "last"},
+    "chance": {"staleness": 0.5, "staleness_way": "chance"},
     "streams": {"staleness": 0.5, "hidden_weight": 1.0},
     "text": {"staleness": 0.5, "lm_weight": 0.5},
 }
@@ -54,10 +57,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--scan", type=Path)
-    parser.add_argument("--quick", action="store_true", help="without the tasks, and only the arms")
+    parser.add_argument("--quick", action="store_true", help="without the tasks")
+    parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
     asked = Asked(given)
-    if not given.quick:
+    if not given.alone:
         asked.tell("original", "standard", load(given.model))
         for wiring in dict.fromkeys(asked.wiring(arm) for arm in given.arm):
             if wiring != "standard":

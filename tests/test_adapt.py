@@ -169,11 +169,15 @@ def test_killed_twice(model: Path, data: Path, whole: Path, tmp_path: Path) -> N
     }
 
 
-@pytest.mark.parametrize("method, top, at", [("lora", 0, 3), ("lora", 0, 6), ("side", 0, 6), ("full", 8, 16)])
-def test_stopped(method: str, top: int, at: int, model: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method, way, top, at", [
+    ("lora", "together", 0, 3), ("lora", "first", 0, 6), ("side", "together", 0, 6), ("full", "chance", 8, 16),
+    ("full", "chance", 0, 6),
+])  # fmt: skip
+def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Path, tmp_path: Path) -> None:
     """Before its first checkpoint; after it; while the teacher was being asked."""
     outs, options = (tmp_path / "whole", tmp_path / "parts"), run_of(data, 8)
-    own = [AdaptOptions(str(model), out, method=method, reduction=1, teacher_top=top) for out in outs]
+    more: dict[str, Any] = {"method": method, "reduction": 1, "staleness": 0.9, "staleness_way": way}
+    own = [AdaptOptions(str(model), out, teacher_top=top, **more) for out in outs]
     adapt(own[0], options, silent)
     with pytest.raises(Stop):
         adapt(own[1], options, until(at, asking=top > 0))
@@ -284,6 +288,7 @@ def test_refused(
     ({"hidden_weight": 1.0, "method": "side"}, "--hidden-weight trains the model's layers"),
     ({"kl_weight": 0.0, "lm_weight": 1.0, "teacher_top": 4}, "--teacher-top needs a --kl-weight above 0"),
     ({"staleness": 1.5}, "staleness must be from 0 to 1, not 1.5"),
+    ({"staleness_way": "slowly"}, "unknown staleness-way .slowly.: known are together, first, last, chance"),
     ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),
     ({"rank": 0}, "rank must be at least 1, not 0"),
 ])  # fmt: skip

@@ -13,6 +13,7 @@ from ladder.adapt.loss import Weights
 from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideConfig, SideModel
+from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Present, Remembered, Teacher, remember
 from ladder.adapt.texts import fingerprint, load_tokenizer
 from ladder.adapt.trainer import Progress
@@ -63,7 +64,9 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0), options)
         weights = Weights(options.kl_weight, options.lm_weight, options.hidden_weight)
         finish = _finisher(options, wiring, tokenizer, own)
-        return Job(model, weights, teacher, asked if options.teacher_top else lambda: data.train, steps, finish)
+        wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
+        moving = Moving(steps, options.staleness_way, wired, len(wiring.layers), training.seed) if steps else None
+        return Job(model, weights, teacher, asked if options.teacher_top else lambda: data.train, moving, finish)
 
     return work(options.out, wanted, training, make, progress)
 

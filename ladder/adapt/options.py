@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ladder.adapt.staleness import WAYS
 from ladder.engine.options import argument, check_types, option
 from ladder.errors import LadderError
 
@@ -109,6 +110,7 @@ class AdaptOptions:
     lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
     staleness: float = option(0.5, "Share of the steps in which staleness moves from 0 to 1; 0: the wiring at once.")
+    staleness_way: str = option("together", f"How it moves: {', '.join(WAYS)}.")
     teacher_top: int = option(
         0, "Keep only so many of the original's logits, on disk; 0: the original stays in memory."
     )
@@ -118,6 +120,7 @@ class AdaptOptions:
     def __post_init__(self) -> None:
         check_types(self)
         _known("method", self.method, METHODS)
+        _known("staleness-way", self.staleness_way, WAYS)
         for name in ("kl_weight", "lm_weight", "hidden_weight"):
             if not 0 <= getattr(self, name) <= 1e3:
                 raise LadderError(f"{name.replace('_', '-')} must be from 0 to 1000, not {getattr(self, name)}")

@@ -62,7 +62,7 @@ def train(
                 )
                 (folder / "README.md").write_text(text, encoding="utf-8")
 
-        return Job(model, Weights(0.0, 1.0), None, lambda: data.train, 0, finish)
+        return Job(model, Weights(0.0, 1.0), None, lambda: data.train, None, finish)
 
     return work(options.out, wanted, training, make, progress)
 

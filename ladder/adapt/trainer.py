@@ -20,6 +20,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ladder.adapt.flops import operations, peak
 from ladder.adapt.loss import Weights, apart, distance, next_tokens, piece
 from ladder.adapt.options import TrainingOptions
+from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
 from ladder.errors import LadderError
 from ladder.hf import restale
@@ -84,7 +85,7 @@ class Run(Trainer):  # type: ignore[misc]
         weights: Weights,
         teacher: Teacher | None,
         options: TrainingOptions,
-        stale_steps: int,
+        moving: Moving | None,
         progress: Progress,
     ) -> None:
         self._weights, self._teacher, self._options = weights, teacher, options
@@ -95,7 +96,7 @@ class Run(Trainer):  # type: ignore[misc]
         for noise in (PrinterCallback, ProgressCallback):
             self.remove_callback(noise)
         self._work = torch.compile(piece, dynamic=False) if options.compiled else piece
-        self._stale_steps = stale_steps
+        self._moving = moving
         self.add_callback(_Log(self, Path(args.output_dir).parent / "log.jsonl", progress))
         self.add_callback(_Staleness(self))
 
@@ -121,7 +122,7 @@ class Run(Trainer):  # type: ignore[misc]
         """Train to the end, from a checkpoint where there is one; returns the last evaluation."""
         with suppress(_Done):
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        if self._stale_steps:
+        if self._moving:
             restale(self.model, 1.0)
         last = [line for line in self.state.log_history if "eval_loss" in line and line["step"] == self.state.max_steps]
         return {name: last[-1][name] for name in last[-1] if name.startswith("eval_")} if last else self.evaluate()
@@ -143,8 +144,13 @@ class Run(Trainer):  # type: ignore[misc]
         return (loss, None) if return_outputs else loss
 
     def staleness(self) -> float | None:
-        """At this step: from what the model was, 0, to its wiring, 1. None: it is not moved."""
-        return min(1.0, self.state.global_step / self._stale_steps) if self._stale_steps else None
+        """At this step, on the whole: from what the model was, 0, to its wiring, 1. None: it is not moved."""
+        return self._moving.share(self.state.global_step) if self._moving else None
+
+    def restale(self) -> None:
+        """As this step has it."""
+        if self._moving:
+            restale(self.model, self._moving.at(self.state.global_step))
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Nats per token of the text, and with a teacher in memory KL and agreement, over the validation windows; under
@@ -152,7 +158,7 @@ class Run(Trainer):  # type: ignore[misc]
         """
         model, ranks = self.model_wrapped, self.args.world_size
         model.eval()
-        if self._stale_steps:
+        if self._moving:
             restale(self.model, 1.0)
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         size = self.args.per_device_eval_batch_size
@@ -169,8 +175,7 @@ class Run(Trainer):  # type: ignore[misc]
         if self._teacher is not None and self._teacher.present:
             tokens = ranks * each * len(self.eval_dataset[0]["input_ids"])
             found |= {"eval_kl": far / tokens, "eval_agreement": agree / tokens}
-        if (now := self.staleness()) is not None:
-            restale(self.model, now)
+        self.restale()
         self.log(dict(found))
         self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
@@ -232,9 +237,8 @@ class _Staleness(TrainerCallback):  # type: ignore[misc]
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        if (now := self._run.staleness()) is not None:
-            restale(model, now)
+    def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self._run.restale()
 
 
 class _Done(Exception):

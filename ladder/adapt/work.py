@@ -13,6 +13,7 @@ from ladder.adapt import folder as place
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.shards import TOKENIZER, Shards, Windows
+from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
 from ladder.adapt.trainer import Progress, Run, arguments, complete
 from ladder.errors import LadderError
@@ -66,7 +67,7 @@ class Job:
     weights: Weights
     teacher: Teacher | None
     windows: Callable[[], Any]  # what it is trained on; what has to be made for that is made then
-    stale_steps: int
+    moving: Moving | None  # None: the wiring from the first step on
     finish: Callable[[Any, Path], None]  # writes the trained model into a folder
 
 
@@ -92,7 +93,7 @@ def work(
             _inner(job.model).get_input_embeddings().register_forward_hook(_halved)
         if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
             compile_layers(getattr(job.model, "network", _inner(job.model)))
-        run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.stale_steps, progress)
+        run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.moving, progress)
         found = complete(out / place.CHECKPOINTS)
         last = run.go(found[-1] if found else None)
         final = out / place.FINAL
