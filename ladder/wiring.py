@@ -157,6 +157,11 @@ class Wiring:
         """Whether this is what every other program does."""
         return set(self.layers) == {"standard"}
 
+    @property
+    def local(self) -> bool:
+        """Whether some sums stay on their ranks."""
+        return any(block.out is Out.LOCAL for layer in self.sub_blocks() for block in layer)
+
     def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:
         """(attention, MLP) of every layer. A row's cycle starts anew where a run of layers of that row starts."""
         table: list[tuple[SubBlock, SubBlock]] = []

@@ -1,6 +1,7 @@
 """ladder adapt: the model that comes out, how far it is from the original, and runs that are killed."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 from ladder.adapt import distill as module
 from ladder.adapt.distill import adapt
 from ladder.adapt.options import AdaptOptions, TrainingOptions
-from ladder.adapt.shards import Shards
+from ladder.adapt.shards import Shards, Windows
 from ladder.adapt.side import SideModel
+from ladder.adapt.teacher import remember
 from ladder.adapt.trainer import complete
 from ladder.cli import main
 from ladder.errors import LadderError
@@ -93,6 +96,19 @@ def test_comes_near_to_the_original(method: str, model: Path, data: Path, tmp_pa
     assert stale == ([None] * 20 if method == "side" else [min(1.0, step / 20) for step in range(2, 41, 2)])
     assert AutoTokenizer.from_pretrained(out)("never wait")["input_ids"] and (out / "README.md").exists()
     assert not (out / "checkpoints").exists()
+    name = "side.safetensors" if method == "side" else "model.safetensors"
+    assert (out / name).stat().st_mode & 0o777 == 0o644
+
+
+def test_wirings_that_keep_sums_local(model: Path, data: Path, tmp_path: Path) -> None:
+    """As the ranks that they are for would compute them."""
+    out = tmp_path / "out"
+    options = AdaptOptions(str(model), out, "desync-2x", ranks=2, staleness=0.0)
+    found = adapt(options, run_of(data, 16, eval_every=16), silent)
+    loaded, rewired = (AutoModelForCausalLM.from_pretrained(each) for each in (out, model))
+    assert loaded.config.wiring_ranks == 2
+    ended, begun = (measured(each, model, data).kl.value for each in (loaded, rewire(rewired, "desync-2x", ranks=2)))
+    assert found["eval_kl"] == pytest.approx(ended, rel=1e-4) and ended < 0.8 * begun
 
 
 def test_half_precision_and_recomputing(data: Path, tmp_path: Path) -> None:
@@ -128,6 +144,33 @@ def test_the_teachers_top(model: Path, data: Path, whole: Path, tmp_path: Path) 
     assert "eval_kl" not in found and "asking the original" in told and (out / "teacher/teacher.json").exists()
     one, other = (measured(AutoModelForCausalLM.from_pretrained(each), model, data).kl.value for each in (out, whole))
     assert one == pytest.approx(other, rel=0.02)
+    few = tmp_path / "few"
+    adapt(AdaptOptions(str(model), few, teacher_top=1), run_of(data), silent)
+    assert measured(AutoModelForCausalLM.from_pretrained(few), model, data).kl.value > 1.1 * one
+
+
+def test_the_teacher_is_asked_once(data: Path, tmp_path: Path) -> None:
+    """Not even loaded where its answers are there; of other facts, or cut, they are refused; so is a full disk."""
+    windows, loads = Windows(Shards.open(data), WINDOW), list[int]()
+
+    def original() -> Any:
+        loads.append(1)
+        return AutoModelForCausalLM.from_config(tiny.config())
+
+    def ask(count: int, name: str, folder: str = "teacher") -> Any:
+        return remember(original, windows, tmp_path / folder, count, {"model": name}, silent)
+
+    first, again = ask(2, "a"), ask(2, "a")
+    assert len(loads) == 1 and torch.equal(first[3]["teacher_ids"], again[3]["teacher_ids"])
+    for count, name in ((2, "b"), (3, "a")):
+        with pytest.raises(LadderError, match="holds the answers of another teacher or to other data: remove it"):
+            ask(count, name)
+    os.truncate(tmp_path / "teacher/logs.bin", 100)
+    with pytest.raises(LadderError, match="teacher is damaged: remove it"):
+        ask(2, "a")
+    with pytest.raises(LadderError, match=r"the teacher's answers need .* GB, the disk has .* GB: lower --teacher-top"):
+        ask(10**12, "a", "full")
+    assert len(loads) == 1 and not (tmp_path / "full").exists()
 
 
 def test_plain_fine_tuning(model: Path, data: Path, tmp_path: Path) -> None:
@@ -188,6 +231,33 @@ def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Pa
     assert log(outs[0]) == log(outs[1]) and same(weights(outs[0], name), weights(outs[1], name))
 
 
+@pytest.mark.parametrize("what", ["data", "model"])
+def test_what_a_run_began_with_is_not_exchanged(what: str, model: Path, data: Path, tmp_path: Path) -> None:
+    folders = {name: shutil.copytree(path, tmp_path / name) for name, path in (("data", data), ("model", model))}
+    options = AdaptOptions(str(folders["model"]), tmp_path / "out"), run_of(folders["data"], 8)
+    with pytest.raises(Stop):
+        adapt(*options, until(6))
+    shutil.rmtree(folders[what])
+    if what == "data":
+        shutil.copytree(tiny.tokens(tmp_path / "other", seed=2), folders[what])
+        shutil.rmtree(folders[what] / "tokenizer")
+        shutil.copytree(data / "tokenizer", folders[what] / "tokenizer")
+    else:
+        tiny.model(folders[what], data, torch.bfloat16)
+    with pytest.raises(LadderError, match=f"{what} is not what it was when .*out was begun: name a new folder"):
+        adapt(*options, silent)
+
+
+def test_no_model_of_no_numbers(model: Path, data: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(model, tmp_path / "model")
+    found = weights(path)
+    found["model.norm.weight"][0] = float("nan")
+    save_file(found, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LadderError, match="the loss is nan at step 2: there is no model; try a smaller --lr"):
+        adapt(AdaptOptions(str(path), tmp_path / "out"), run_of(data, 12), silent)
+    assert not (tmp_path / "out/config.json").exists()
+
+
 def test_experts_are_found_again(data: Path, tmp_path: Path) -> None:
     """In memory they lie together, in a checkpoint of the hub each by itself."""
     sizes = {name: getattr(tiny.config(), name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
@@ -244,6 +314,10 @@ def test_other_options_and_finished_runs(model: Path, data: Path, whole: Path) -
     ("top", "--teacher-top 300 is no part of a vocabulary of 300"),
     ("valid", "other was tokenized with another tokenizer than .*model"),
     ("peft", "--method lora needs peft: pip install"),
+    ("local", "'desync-2x' keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
+    ("stale", "there is no way between the standard model and 'desync-2x': give --staleness 0"),
+    ("ranks", "3 ranks cannot share 4 heads"),
+    ("emulated", "--ranks emulates ranks for --method full, not for lora: leave one out"),
 ])  # fmt: skip
 def test_refused(
     what: str, message: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -272,6 +346,8 @@ def test_refused(
             "window": ({}, {"window": 65}), "wiring": ({"wiring": "ladder:5"}, {}), "peft": ({"method": "lora"}, {}),
             "fsdp": ({"method": "lora"}, {"fsdp": True}), "recompute": ({"method": "side"}, {"recompute": True}),
             "top": ({"teacher_top": 300}, {}), "valid": ({}, {"valid": tmp_path / "other"}),
+            "local": ({"wiring": "desync-2x"}, {}), "stale": ({"wiring": "desync-2x", "ranks": 2}, {}),
+            "ranks": ({"ranks": 3}, {}), "emulated": ({"ranks": 2, "method": "lora"}, {}),
         }[what]  # fmt: skip
         if what == "valid":
             tiny.tokens(tmp_path / "other", seed=2, vocab=280)
@@ -291,6 +367,7 @@ def test_refused(
     ({"staleness_way": "slowly"}, "unknown staleness-way .slowly.: known are together, first, last, chance"),
     ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),
     ({"rank": 0}, "rank must be at least 1, not 0"),
+    ({"ranks": 0}, "ranks must be at least 1, not 0"),
 ])  # fmt: skip
 def test_refused_options(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LadderError, match=message):

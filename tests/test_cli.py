@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE, Directory
+from ladder.cli import verbs
+from ladder.engine import control
 from tests.checkpoints import byte_tokenizer, tiny
 
 Run = Callable[..., tuple[int, str, str]]
@@ -285,3 +287,11 @@ def test_eval(run: Run, model: Path, tmp_path: Path) -> None:
 def test_eval_refuses(run: Run, model: Path, flags: tuple[str, ...], message: str) -> None:
     status, out, err = run("eval", model, *flags)
     assert (status, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+@pytest.mark.parametrize("rank, drawn", [(None, True), (0, True), (1, False)])
+def test_one_bar_of_many_ranks(rank: int | None, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs.Console, "is_terminal", True)
+    world = None if rank is None else control.World(rank, 2, rank, 2)
+    monkeypatch.setattr(control, "torchrun_world", lambda: world)
+    assert verbs._bar().disable is not drawn

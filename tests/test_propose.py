@@ -3,11 +3,12 @@
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from ladder.adapt.propose import Machine, propose, size_for
-from ladder.adapt.scan import Damage, Scan
+from ladder.adapt.propose import Machine, propose, size_between, size_for
+from ladder.adapt.scan import Damage, Scan, sizes
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import Deployment, predict
@@ -38,6 +39,32 @@ def test_a_budget_gives_the_largest_set_within_it() -> None:
         LadderError, match=r"no set stays within a budget of 0.05 .* the least is 0.1, with layer 0 alone"
     ):
         propose(found, budget=0.05)
+
+
+@pytest.mark.parametrize("points", [1, 2, 3, 8])
+def test_a_budget_is_halved_towards_the_largest_set_of_all(points: int) -> None:
+    """Whatever was sampled, the answer is that of every size, after log2 of the gap more measurements."""
+    curve = {size: size**2 / 100 for size in range(1, 31)}
+    for budget in (0, *curve.values(), 99):
+        costs = {size: curve[size] for size in sizes(30, points)}
+        sampled = sorted(costs)
+        while (size := size_between(made(costs, layers=30), budget)) is not None:
+            assert size not in costs
+            costs = dict(sorted({**costs, size: curve[size]}.items()))
+        gap = max(high - low for low, high in pairwise(sampled))
+        assert len(costs) - len(sampled) <= math.ceil(math.log2(gap))
+        if budget:
+            every, found = (propose(made(some, layers=30), budget=budget) for some in (curve, costs))
+            assert found == every
+        else:
+            assert sorted(costs) == sampled  # no set is within, and one layer was measured
+
+
+def test_which_size_is_measured_next() -> None:
+    assert size_between(made({1: 0.1, 2: 0.3, 4: 0.25, 8: 2.0}), 0.25) == 6  # from the largest that is within
+    assert size_between(made({1: 0.1, 4: math.nan}), 9) == 2  # what is not finite is within no budget
+    for costs in ({1: 0.1, 2: 0.3, 8: 2.0}, {1: 0.1, 8: 0.15}, {1: 0.3, 8: 0.4}):
+        assert size_between(made(costs), 0.2) is None
 
 
 def test_a_speed_gives_the_smallest_set_that_has_it() -> None:

@@ -1,7 +1,9 @@
 """Which layers bear another wiring: against naive figures, by brute force, and through the command line."""
 
+import gzip
 import importlib
 import json
+import lzma
 import math
 import re
 import sys
@@ -18,10 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from ladder.adapt.propose import Machine
 from ladder.adapt.scan import Scan, extended, scan, sizes, windows_of
+from ladder.adapt.texts import tokenize
+from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
+from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.hosts import host, oracle
@@ -286,6 +291,49 @@ def test_json_lines(run: Run, folder: Path) -> None:
     assert proposal["over_budget"] == pytest.approx(proposal["kl"] - 1e-6)
 
 
+def test_a_budget_measures_the_sizes_between(run: Run, folder: Path, tmp_path: Path) -> None:
+    """The largest set of all is proposed, whether or not its size was among the points."""
+    config = replace(ModelConfig.named("tiny"), layers=12, windows=(), wiring=Wiring(()), context=64)
+    save(load(Decoder(config), Random(seed=5, deviation=0.1)), tmp_path / "m")
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    scanned = ["scan", tmp_path / "m", "--data", folder / "text", "--window", 16, "--tokens", 32]
+
+    def lines(*arguments: Any) -> dict[str, list[dict[str, Any]]]:
+        status, out, err = run(*scanned, *arguments, "--json")
+        assert (status, err) == (0, "")
+        found = [json.loads(line) for line in out.splitlines()]
+        return {kind: [line for line in found if line["kind"] == kind] for kind in ("grown", "last", "proposal")}
+
+    every = lines("--points", 0)
+    curve = [line["kl"] for line in every["grown"]]
+    assert curve == sorted(curve)
+    for points, size, measured in ((8, 10, {10}), (8, 9, {10}), (1, 8, {7, 8, 9}), (1, 12, set())):
+        budget = ["--budget", curve[size - 1] * 1.001]
+        assert measured.isdisjoint(sizes(12, points))
+        found = lines("--points", points, *budget)
+        assert len(found["proposal"][0]["layers"]) == size
+        assert found["proposal"] == lines("--points", 0, *budget)["proposal"]
+        for kind in ("grown", "last"):
+            assert [len(line["layers"]) for line in found[kind]] == sorted({*sizes(12, points), *measured})
+    _, out, _ = run(*scanned, "--budget", curve[9] * 1.001)
+    assert "proposed: 10 layers" in out and re.search(r"^ +10 +\d", out.split("growing sets")[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.xz", "a.txt.gz"])
+def test_texts_as_ladder_data_reads_them(run: Run, folder: Path, tmp_path: Path, name: str) -> None:
+    """Packed, or documents of JSON lines: the figures are those of the plain text."""
+    texts = [WORDS, "A second document.\n\nOf two parts."]
+    (tmp_path / "plain").write_text("\n\n\n".join(texts))
+    raw = "".join(json.dumps({"body": text}) + "\n" for text in texts) if "jsonl" in name else "\n\n\n".join(texts)
+    packers: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.compress, ".gz": gzip.compress, ".jsonl": bytes}
+    (tmp_path / name).write_bytes(packers[Path(name).suffix](raw.encode()))
+    scanned = ["scan", folder / "m", "--window", 12, "--points", 1, "--json", "--field", "body", "--data"]
+    plain, found = (run(*scanned, tmp_path / file) for file in ("plain", name))
+    assert found == plain and found[0] == 0
+    assert json.loads(found[1].splitlines()[0])["tokens"] == (len("\n\n\n".join(texts)) - 1) // 12 * 12
+    assert run(*scanned, tmp_path / name, "--tokens", 12) == run(*scanned, tmp_path / "plain", "--tokens", 12)
+
+
 def test_tables_a_picture_and_a_pattern_to_paste(run: Run, folder: Path, tmp_path: Path) -> None:
     arguments = ["scan", folder / "m", "--data", folder / "text", "--window", 16, "--tokens", 32, "--points", 1]
     status, out, err = run(*arguments, "--budget", 1e9, "--wiring", "parallel", "--plot", tmp_path / "scan.png")
@@ -303,6 +351,9 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """Each with one sentence and exit status 2, before any weight is read."""
     (tmp_path / "short").write_text("ten tokens")
     (tmp_path / "empty").write_text(" ")
+    (tmp_path / "a.xz").write_text(WORDS)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": WORDS}))
+    shards = tokenize([folder / "text"], tmp_path / "shards", byte_tokenizer()).folder
     bare = tiny(tmp_path / "bare", tokenizer=False)
     narrow = tiny(tmp_path / "narrow", vocab=300)
     byte_tokenizer(extra=50).save_pretrained(narrow)
@@ -316,6 +367,11 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("the model has layers under desync-2x", desync, []),
         ("no such file", None, ["--data", tmp_path / "missing"]),
         ("is empty", None, ["--data", tmp_path / "empty"]),
+        ("is a folder: a scan wants a file of text", None, ["--data", tmp_path]),
+        ("is a folder: a scan wants a file of text", None, ["--data", shards]),
+        ("no such file", None, ["--data", tmp_path / "missing.xz"]),
+        ("a.xz cannot be read: Input format not supported", None, ["--data", tmp_path / "a.xz"]),
+        ("its keys are 'body'; choose one with --field", None, ["--data", tmp_path / "a.jsonl"]),
         ("the text has 10 tokens, a window of 64 needs 65", None, ["--data", tmp_path / "short"]),
         ("window is 65 tokens", None, ["--window", 65]),
         ("50 tokens are less than a window of 64", None, ["--tokens", 50]),

@@ -21,7 +21,8 @@ from ladder.adapt import trainer as module
 from ladder.adapt.options import ScratchOptions, TrainingOptions
 from ladder.adapt.recipes import RECIPES, Recipe
 from ladder.adapt.scratch import born, train
-from ladder.adapt.shards import Shards
+from ladder.adapt.shards import Shards, Spread
+from ladder.adapt.work import Data
 from ladder.config import SIZES, ModelConfig
 from ladder.errors import LadderError
 from tests import training as tiny
@@ -100,6 +101,49 @@ def test_the_last_of_the_data_is_not_trained_on(data: Path, tmp_path: Path) -> N
         logits = model.eval()(input_ids=ids).logits
     wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert rows > 1 and found["eval_loss"] == pytest.approx(float(wanted), abs=1e-5)
+    seen = Data.open(training(data, 10**4, window=8), ranks=1)
+    last = seen.valid[0]["input_ids"], seen.valid[len(seen.valid) - 1]["input_ids"]
+    assert torch.equal(torch.stack(last), ids[[0, -1]])
+    assert windows - rows - BATCH < len(seen.train) <= windows - rows
+    assert torch.equal(seen.train[len(seen.train) - 1]["input_ids"], shards.read((len(seen.train) - 1) * 8, 8))
+
+
+def test_a_short_run_reads_from_everywhere(data: Path) -> None:
+    shards = Shards.open(data)
+    seen = Data.open(training(data, 3, valid=data), ranks=1).train
+    whole = shards.tokens // WINDOW // BATCH * BATCH
+    assert len(seen) == 3 * BATCH < whole and isinstance(seen, Spread)
+    for index in (0, 7, len(seen) - 1):
+        wanted = shards.read(index * whole // len(seen) * WINDOW, WINDOW)
+        assert torch.equal(seen[index]["input_ids"], wanted)
+    with pytest.raises(IndexError):
+        seen[len(seen)]
+
+
+def test_options_in_transformers_words(data: Path, tmp_path: Path) -> None:
+    """Every one of them, at values that are nobody's default."""
+    options = training(
+        data, 50, lr=0.25, warmup=0.1, weight_decay=0.03, beta2=0.77, clip=0.5, seed=23, log_every=3, eval_every=7,
+        save_every=6, batch=12, recompute=True, schedule="linear",
+    )  # fmt: skip
+    made = module.arguments(options, tmp_path)
+    found = (made.learning_rate, made.weight_decay, made.adam_beta2, made.max_grad_norm, made.seed, made.data_seed)
+    assert found == (0.25, 0.03, 0.77, 0.5, 23, 23)
+    assert (made.max_steps, made.warmup_steps, made.logging_steps, made.eval_steps, made.save_steps) == (34, 4, 3, 7, 6)
+    assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (6, 2)
+    assert made.gradient_checkpointing and made.lr_scheduler_type == "polynomial" and not made.bf16
+    for batch, micro, wanted in ((64, None, (8, 8)), (7, None, (7, 1)), (64, 32, (32, 2))):
+        assert replace(options, batch=batch, micro=micro).rows_at_a_time(1) == wanted
+
+
+def test_share_of_the_peak(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "peak", lambda device: 1e9)
+    monkeypatch.setattr(module, "operations", lambda model, window: 3e4)
+    train(ScratchOptions(tmp_path / "out", size="tiny"), training(data, 4), silent)
+    found = [line for line in lines(tmp_path / "out") if "mfu" in line]
+    assert len(found) == 2
+    for line in found:
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * 3e4 / 1e9, abs=1e-4)
 
 
 def test_rows_at_a_time_and_recomputing_change_nothing(data: Path, whole: Path, tmp_path: Path) -> None:

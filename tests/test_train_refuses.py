@@ -26,6 +26,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"size": None, "recipe": "soup"}, {}, "unknown recipe 'soup': known are paper-1B"),
     ({"wiring": "rope"}, {}, "unknown wiring 'rope'"),
     ({"wiring": "none", "ranks": 2}, {}, "ends with sums that are kept local"),
+    ({"wiring": "desync-2x"}, {}, "keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
+    ({"wiring": "none"}, {}, "keeps sums on their ranks"),
     ({"ranks": 3}, {}, "3 ranks cannot share 8 heads"),
     ({}, {"window": 1024, "batch": 1}, "a window of 1024 is more than the model's context of 512"),
     ({}, {"batch": 500}, r"has \d+ tokens: a step needs 8000, and an evaluation \d+ of them; give more data"),

@@ -25,7 +25,7 @@ from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.families import family
 from ladder.hf.load import pretrained, quiet
-from ladder.hf.wire import refuse_settings
+from ladder.hf.wire import check_ranks, refuse_ranks, refuse_settings
 from ladder.wiring import Wiring
 
 
@@ -33,7 +33,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
-    wanted = place.asked(options, training)
+    wanted = place.asked(options, training, model=Path(options.model), data=training.data, valid=training.valid)
     place.check(options.out, wanted)
     if place.finished(options.out):
         raise LadderError(f"{options.out} is finished: name a new folder")
@@ -49,9 +49,9 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
 
         def asked() -> Any:
             facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
-            with args.main_process_first(desc="the original's answers"):
+            with args.main_process_first(local=False, desc="the original's answers"):
                 folder, top = options.out / "teacher", options.teacher_top
-                return remember(original(), data.train, folder, top, facts, progress)
+                return remember(original, data.train, folder, top, facts, progress)
 
         teacher: Teacher | None = None
         if options.kl_weight or options.hidden_weight:
@@ -61,7 +61,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         model = pretrained(AutoModelForCausalLM, options.model, dtype=kept)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # what is new in the model is drawn
-        model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0), options)
+        model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options)
         weights = Weights(options.kl_weight, options.lm_weight, options.hidden_weight)
         finish = _finisher(options, wiring, tokenizer, own)
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
@@ -83,6 +83,13 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     wiring = Wiring.parse(options.wiring, config.num_hidden_layers)
     if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
         raise LadderError(f"{options.model} is wired already: adapt its original, or evaluate it")
+    check_ranks(wiring, options.ranks)
+    if options.ranks > 1:
+        refuse_ranks(config, options.ranks)
+    if wiring.local and options.staleness:
+        raise LadderError(f"there is no way between the standard model and {str(wiring)!r}: give --staleness 0")
+    if options.ranks > 1 and options.method != "full":
+        raise LadderError(f"--ranks emulates ranks for --method full, not for {options.method}: leave one out")
     if options.method != "full" and training.fsdp:
         raise LadderError(f"--fsdp shards what --method full trains, {options.method} trains little: leave one out")
     if options.method == "side" and training.recompute:
@@ -126,11 +133,11 @@ def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torc
             save(run, folder, dtype)
         if run.args.process_index == 0:
             tokenizer.save_pretrained(folder)
-            kind = run.model.config.model_type
+            kind, learned = run.model.config.model_type, bool(options.kl_weight or options.hidden_weight)
             text = (
                 side_card(options.model, options.out.name, kind, wiring)
                 if options.method == "side"
-                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE)
+                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, learned)
             )
             (folder / "README.md").write_text(text, encoding="utf-8")
 

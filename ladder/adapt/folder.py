@@ -1,11 +1,13 @@
 """A run's folder: what was asked for, how far it is, and in the end the model. Nothing in it is ever half there.
 
-run.json       the options; a run is continued only with the same
+run.json       the options, and what the model and the data were; a run is continued only with the same
 log.jsonl      a line for every logged step and evaluation
 checkpoints/   complete ones can be gone on from; gone when the run is finished
+teacher/       with --teacher-top: the original's answers
 config.json    and what else a model is made of: written last, when everything is done
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,15 +19,30 @@ from ladder.config.fields import read_json
 from ladder.errors import LadderError
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
+CONTENTS, _EDGE = "contents", 1 << 16
 _FREE = {"keep", "out"}  # what may change from one start to the next
 
 
-def asked(*options: Any) -> dict[str, Any]:
-    """Options as run.json has them."""
+def asked(*options: Any, **folders: Path | None) -> dict[str, Any]:
+    """Options as run.json has them, and what the named folders hold."""
     found: dict[str, Any] = {}
     for group in options:
         found |= {name: str(value) if isinstance(value, Path) else value for name, value in asdict(group).items()}
-    return {name: value for name, value in found.items() if name not in _FREE}
+    held = {name: digest(folder) for name, folder in folders.items() if folder is not None and folder.is_dir()}
+    return {**{name: value for name, value in found.items() if name not in _FREE}, CONTENTS: held}
+
+
+def digest(folder: Path) -> str:
+    """Of the names, lengths and edges of a folder's files: another text or model under the same name has another."""
+    found = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".bin", ".safetensors")):
+        size = file.stat().st_size
+        found.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            found.update(opened.read(_EDGE))
+            opened.seek(max(0, size - _EDGE))
+            found.update(opened.read(_EDGE))
+    return found.hexdigest()[:16]
 
 
 def check(out: Path, wanted: dict[str, Any]) -> None:
@@ -37,8 +54,11 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
     if not (out / RUN).exists():
         raise LadderError(f"{out} is there already, and no run of ours: name a new folder")
     before = read_json(out / RUN)
+    for name, value in wanted[CONTENTS].items():
+        if before.get(CONTENTS, {}).get(name) != value:
+            raise LadderError(f"{wanted[name]} is not what it was when {out} was begun: name a new folder")
     for name, value in json.loads(json.dumps(wanted)).items():
-        if before.get(name) != value:
+        if name != CONTENTS and before.get(name) != value:
             flag = name.replace("_", "-")
             raise LadderError(
                 f"{out} is a run with {flag} {before.get(name)}, not {value}: give the same, or name a new folder"

@@ -22,7 +22,9 @@ class TrainingOptions:
     tokens: int = option(100_000_000, "Tokens to train on; the data is read again and again until they are through.")
     window: int = option(1024, "Tokens in a row.")
     batch: int = option(64, "Rows in a step, over all ranks.")
-    micro: int | None = option(None, "Rows that a rank computes at a time; default: its share of the batch.")
+    micro: int | None = option(
+        None, "Rows that a rank computes at a time; default: its share of the batch, on a CPU at most 8."
+    )
     lr: float = option(1e-3, "Learning rate, at its peak.")
     warmup: float = option(0.02, "Share of the steps in which it grows from 0.")
     schedule: str = option("cosine", f"How it falls, to a tenth: {', '.join(SCHEDULES)}.")
@@ -92,7 +94,7 @@ class TrainingOptions:
         if self.batch % ranks:
             raise LadderError(f"a batch of {self.batch} rows cannot be shared by {ranks} ranks evenly")
         share = self.batch // ranks
-        micro = min(self.micro or share, share)
+        micro = min(self.micro or (share if self.place == "cuda" else _few(share)), share)
         if share % micro:
             raise LadderError(f"{share} rows of a rank are no multiple of --micro {micro}")
         return micro, share // micro
@@ -111,6 +113,7 @@ class AdaptOptions:
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
     staleness: float = option(0.5, "Share of the steps in which staleness moves from 0 to 1; 0: the wiring at once.")
     staleness_way: str = option("together", f"How it moves: {', '.join(WAYS)}.")
+    ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
     teacher_top: int = option(
         0, "Keep only so many of the original's logits, on disk; 0: the original stays in memory."
     )
@@ -137,6 +140,7 @@ class AdaptOptions:
         if self.teacher_top and not self.kl_weight:
             raise LadderError("--teacher-top needs a --kl-weight above 0: plain fine-tuning asks no teacher")
         _at_least("rank", self.rank, 1)
+        _at_least("ranks", self.ranks, 1)
         _at_least("reduction", self.reduction, 1)
 
 
@@ -164,6 +168,11 @@ def _gpu() -> bool:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise LadderError(f"{name.replace('_', '-')} must be at least {least}, not {value}")
+
+
+def _few(rows: int) -> int:
+    """The largest divisor up to 8: what more would take in memory, a CPU gains nothing by."""
+    return next(count for count in range(min(8, rows), 0, -1) if rows % count == 0)
 
 
 def _known(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -102,6 +102,16 @@ def size_for(scan: Scan, speed: float, predictor: Predictor) -> int:
     raise LadderError(_none_fits(scan, None, speed, predictor))
 
 
+def size_between(scan: Scan, budget: float) -> int | None:
+    """Half way from the largest grown set within the budget to the next that was measured; None: no size is between.
+
+    Damage is taken to grow with the set. Measured again and again, this leads to the largest set within the budget.
+    """
+    low = max((len(damage.layers) for damage in scan.grown if damage.kl <= budget), default=0)
+    high = min((len(damage.layers) for damage in scan.grown if len(damage.layers) > low), default=low)
+    return (low + high) // 2 if high - low > 1 else None
+
+
 def check_wishes(budget: float | None, speed: float | None) -> None:
     """Refuse what no set can keep."""
     if budget is not None and not (isfinite(budget) and budget >= 0):

@@ -22,7 +22,7 @@ from ladder.hf.card import trained_card
 from ladder.hf.families import family
 from ladder.hf.layer import out_of
 from ladder.hf.load import pretrained
-from ladder.hf.wire import layers_of, shares_of
+from ladder.hf.wire import check_ranks, layers_of
 from ladder.wiring import Wiring
 
 
@@ -34,7 +34,7 @@ def train(
     `named`: options that stand above the recipe; None: those that differ from their defaults.
     """
     config, training = _chosen(options, training, named)
-    wanted = place.asked(options, training)
+    wanted = place.asked(options, training, data=training.data, valid=training.valid)
     place.check(options.out, wanted)
     if place.finished(options.out):
         raise LadderError(f"{options.out} is finished: name a new folder")
@@ -45,7 +45,7 @@ def train(
         raise LadderError(f"a window of {training.window} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
-        shares_of(wiring, options.ranks)
+    check_ranks(wiring, options.ranks)
 
     def make(data: Data, args: Any) -> Job:
         set_seed(training.seed)
@@ -71,7 +71,8 @@ def _chosen(
     options: ScratchOptions, training: TrainingOptions, named: Collection[str] | None
 ) -> tuple[ModelConfig, TrainingOptions]:
     if (options.size is None) == (options.recipe is None):
-        raise LadderError(f"give either --size or --recipe; recipes are {', '.join(RECIPES)}")
+        known = ", ".join(f"{name} ({row.what})" for name, row in RECIPES.items())
+        raise LadderError(f"give either --size or --recipe; recipes are {known}")
     if options.recipe is not None:
         row = recipe(options.recipe)
         return row.config, row.filled(training, named)

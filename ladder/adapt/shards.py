@@ -218,6 +218,21 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
+class Spread(Dataset[dict[str, Tensor]]):
+    """So many of the windows, evenly spread over all of them."""
+
+    def __init__(self, windows: Windows, count: int) -> None:
+        self._windows, self._count = windows, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self._count:
+            raise IndexError(f"window {index} of {self._count}")
+        return self._windows[index * len(self._windows) // self._count]
+
+
 class Writer:
     """The making of such a folder: ids are appended, one file is open at a time, `finish` writes shards.json."""
 

@@ -70,6 +70,10 @@ class Memory(Dataset[dict[str, Tensor]]):
         facts = read_json(folder / "teacher.json")
         self._shape = (len(windows), int(facts["window"]), int(facts["top"]))
         self._files: tuple[Any, Any] | None = None
+        try:
+            _open(folder, self._shape, "r")
+        except (OSError, ValueError):
+            raise LadderError(f"{folder} is damaged: remove it, and the original is asked again") from None
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -90,8 +94,12 @@ def _open(folder: Path, shape: tuple[int, ...], mode: Any) -> tuple[Any, Any]:
     return logs, ids
 
 
-def remember(model: Any, windows: Any, folder: Path, count: int, facts: dict[str, Any], progress: Progress) -> Memory:
-    """Ask the teacher about every window, once; what lies in `folder` of the same `facts` is taken as it is."""
+def remember(
+    original: Callable[[], Any], windows: Any, folder: Path, count: int, facts: dict[str, Any], progress: Progress
+) -> Memory:
+    """Ask the teacher about every window, once; what lies in `folder` of the same `facts` is taken as it is, and the
+    original not even loaded.
+    """
     facts = {**facts, "top": count, "windows": len(windows), "window": len(windows[0]["input_ids"])}
     known = folder / "teacher.json"
     if known.exists():
@@ -105,6 +113,7 @@ def remember(model: Any, windows: Any, folder: Path, count: int, facts: dict[str
             f"the teacher's answers need {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB: lower --teacher-top"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    model = original()
     logs, ids = _open(folder, shape, "w+")
     with _still(model):
         for at in range(0, len(windows), _AT_ONCE):

@@ -219,7 +219,11 @@ class Run(Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             folder = Path(self.args.output_dir)
-            with (folder / f"checkpoint-{self.state.global_step}" / COMPLETE).open("w") as file:
+            newest = folder / f"checkpoint-{self.state.global_step}"
+            for written in [path for path in newest.rglob("*") if path.is_file()]:
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+            with (newest / COMPLETE).open("w") as file:
                 os.fsync(file.fileno())
             for old in complete(folder)[: -self._options.keep]:
                 shutil.rmtree(old)
@@ -263,6 +267,8 @@ class _Log(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         line = state.log_history[-1]
+        if not math.isfinite(loss := line.get("loss", line.get("eval_loss", 0.0))):
+            raise LadderError(f"the loss is {loss} at step {state.global_step}: there is no model; try a smaller --lr")
         line["tokens"] = state.global_step * self._run._options.batch * self._run._options.window
         if "loss" in line:
             line |= self._speed(state.global_step, args.world_size)

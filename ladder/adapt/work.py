@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ladder.adapt import folder as place
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import TrainingOptions
-from ladder.adapt.shards import TOKENIZER, Shards, Windows
+from ladder.adapt.shards import TOKENIZER, Shards, Spread, Windows
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
 from ladder.adapt.trainer import Progress, Run, arguments, complete
@@ -26,7 +26,7 @@ class Data:
     """Windows to train on and to evaluate on."""
 
     shards: Shards
-    train: Windows
+    train: Windows | Spread  # no more of them than the run reads
     valid: Windows
 
     @classmethod
@@ -56,7 +56,9 @@ class Data:
                 "data, or a smaller --batch or --window"
             )
         # whole steps only: an epoch's last one would be a smaller one
-        return cls(shards, Windows(shards, options.window, limit=kept // options.batch * options.batch), valid)
+        train = Windows(shards, options.window, limit=kept // options.batch * options.batch)
+        wanted = options.steps * options.batch
+        return cls(shards, Spread(train, wanted) if wanted < len(train) else train, valid)
 
 
 @dataclass(frozen=True)
@@ -141,4 +143,6 @@ def save(run: Run, folder: Path, dtype: torch.dtype) -> None:
         model.load_state_dict(state, assign=True)
         model.tie_weights()
         model.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors creates it for its owner alone
         trained.generation_config.to_json_file(folder / "generation_config.json")  # as it was, liked or not

@@ -29,13 +29,14 @@ CHARACTERS = 64  # of a text for each token that is wanted: more than any text n
 class ScanOptions:
     """What is tried, on what, and what is wanted of the result."""
 
-    data: Path = field(metadata={"help": "A text file to measure on."})
+    data: Path = field(metadata={"help": "A text to measure on: a file as `ladder data` takes them."})
     model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name; as it is: the original.")
+    field: str = option("text", "Where the text stands: the key of a JSON line, the column of a parquet file.")
     wiring: str = option("ladder", "The row to try on the layers, as in ladder, ladder-2 or parallel.")
     tokens: int = option(32_768, "Predict the first so many tokens of the text.")
     window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
     batch: int = option(8, "Windows at a time.")
-    points: int = option(8, "About so many sizes of sets; 0 for every size.")
+    points: int = option(8, "About so many sizes of sets, and those that --budget or --speed needs; 0 for all.")
     greedy: bool = option(False, "Choose each next layer by trying all that remain: slow, for small models.")
     budget: float | None = option(None, "Propose the largest set with at most this KL, in nats per token.")
     speed: float | None = option(None, "Propose the smallest set that makes tokens so many times as fast as standard.")
@@ -91,7 +92,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     """All input is checked before a weight is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ladder.adapt.propose import check_reach, check_wishes, size_for
+    from ladder.adapt.propose import check_reach, check_wishes, size_between, size_for
     from ladder.adapt.scan import checked_row, extended, original_wiring, scan, tried
     from ladder.config import DTYPES
     from ladder.engine.requests import device
@@ -115,6 +116,9 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
         if options.speed is not None and predictor is not None:
             size = size_for(found, options.speed, predictor)
             found = extended(model, windows, found, size, options.batch, progress)
+        elif options.budget is not None:
+            while (between := size_between(found, options.budget)) is not None:
+                found = extended(model, windows, found, between, options.batch, progress)
     return found, predictor
 
 
@@ -124,15 +128,34 @@ def _windows(options: ScanOptions, config: Any) -> "Tensor":
 
     from ladder.adapt.scan import windows_of
     from ladder.hf.load import pretrained
-    from ladder.hf.measures import begin_of, checked_window, read
+    from ladder.hf.measures import begin_of, checked_window
 
     window = checked_window(config, options.window)
-    words = read(options.data)[: CHARACTERS * (options.tokens + 1)]
+    words = _words(options.data, options.field, CHARACTERS * (options.tokens + 1))
     tokenizer = pretrained(AutoTokenizer, options.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
         raise LadderError(f"{options.model}: the tokenizer's ids go up to {largest}, the model has {config.vocab_size}")
     return windows_of(list(tokenizer(words)["input_ids"]), window, options.tokens, begin_of(tokenizer))
+
+
+def _words(file: Path, field: str, most: int) -> str:
+    """The beginning of a text. Where `ladder data` unpacks it or picks it out of rows, its documents stand apart."""
+    from ladder.adapt.documents import check_files, documents
+    from ladder.hf.measures import read
+
+    if file.is_dir():
+        raise LadderError(f"{file} is a folder: a scan wants a file of text, such as ladder data reads")
+    if file.suffix.lower() not in (".xz", ".gz", ".jsonl", ".parquet"):
+        return read(file)[:most]
+    check_files([file], field)
+    words, gap = "", ""
+    for piece in documents([file], field):
+        words += gap + piece.text
+        gap = "\n\n\n" if piece.last else ""
+        if len(words) >= most:
+            break
+    return words[:most]
 
 
 def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":

@@ -100,5 +100,8 @@ def steps_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    from ladder.engine.control import torchrun_world  # here: it takes torch with it
+
+    console, world = Console(stderr=True), torchrun_world()
+    drawn = console.is_terminal and (world is None or world.rank == 0)
+    return Progress(*columns, console=console, transient=True, disable=not drawn)

@@ -60,7 +60,7 @@ tags:
 
 # {folder}
 
-`{source}` under another wiring, and adapted to it by distillation from the original:
+`{source}` under another wiring, and adapted to it {how}:
 
     {wiring}
 
@@ -124,9 +124,10 @@ Made by `ladder train`.
 """
 
 
-def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
+def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool, distilled: bool = True) -> str:
     """README.md for what was adapted from `source`."""
-    return _filled(_ADAPTED, source, folder, family, wiring, native)
+    how = "by distillation from the original" if distilled else "by fine-tuning on text alone"
+    return _filled(_ADAPTED.replace("{how}", how), source, folder, family, wiring, native)
 
 
 def side_card(source: str, folder: str, family: str, wiring: Wiring) -> str:

@@ -48,6 +48,17 @@ def refuse_ranks(config: Any, ranks: int) -> None:
         raise LadderError(f"{ranks} ranks cannot share {what} evenly: choose a divisor of them")
 
 
+def check_ranks(wiring: Wiring, ranks: int) -> None:
+    """Refuse to learn a wiring that the ranks it is for would not compute."""
+    if ranks > 1:
+        shares_of(wiring, ranks)
+    elif wiring.local:
+        raise LadderError(
+            f"{str(wiring)!r} keeps sums on their ranks, and on one rank is the standard model: give --ranks, the TP "
+            "degree that it is for"
+        )
+
+
 def shares_of(wiring: Wiring, ranks: int) -> list[Shares]:
     """How each sub-block is divided among the ranks: not at all where all read the same, and what they leave is summed
     at once. Refuses a wiring that ends with drift: transformers' head has one stream to read.
