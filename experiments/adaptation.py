@@ -8,7 +8,8 @@ is layers and a way, as in half-distill:
     layers  half (the last), all, scanned (as many as half, those that `ladder scan --json` grows to: --scan FILE), or
             none: the original, trained as long
     way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
-            other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss)
+            other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
+            lora, side (a network beside the rewired model)
 
 A JSON line for the original, for each wiring without training, and for each arm: perplexity, KL, agreement, tasks. An
 arm that is in WORK already is only measured, and what is measured there is not measured again: keep one WORK for one
@@ -26,8 +27,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.choices import scores
 from ladder.adapt.distill import adapt
+from ladder.adapt.folder import finished
 from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.shards import Shards
+from ladder.adapt.side import SideModel
 from ladder.bench.machine import machine
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
@@ -42,8 +45,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "chance": {"staleness": 0.5, "staleness_way": "chance"},
     "streams": {"staleness": 0.5, "hidden_weight": 1.0},
     "text": {"staleness": 0.5, "lm_weight": 0.5},
+    "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
+    "side": {"staleness": 0.0, "method": "side", "reduction": 4},
 }
-RATES = {"finetune": 3e-4}  # elsewhere 1e-3
+RATES = {"finetune": 3e-4, "side": 3e-3}  # elsewhere 1e-3
 LAYERS = ("half", "scanned", "all", "none")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -68,7 +73,7 @@ def main() -> None:
                 asked.tell(f"rewired {wiring}", wiring, rewire(load(given.model), wiring))
     for arm in given.arm:
         out, facts = asked.trained(arm)
-        asked.tell(out.name, asked.wiring(arm), load(out), **facts)
+        asked.tell(out.name, asked.wiring(arm), asked.loaded(out, arm), **facts)
 
 
 class Asked:
@@ -93,12 +98,17 @@ class Asked:
             return str(sets[0])
         return {"half": f"standard:{count // 2} ladder:{-(-count // 2)}", "all": "ladder", "none": "standard"}[layers]
 
+    def loaded(self, out: Path, arm: str) -> Any:
+        if WAYS[arm.partition("-")[2]].get("method") != "side":
+            return load(out)
+        return SideModel.load(out, rewire(load(self._given.model), self.wiring(arm))).to(DEVICE).eval()
+
     def trained(self, arm: str) -> tuple[Path, dict[str, Any]]:
         """The folder of an arm's model, and how it was made."""
         given, way = self._given, arm.partition("-")[2]
         rate = given.lr or RATES.get(way, 1e-3)
         out = given.work / f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}"
-        if not (out / "config.json").exists():
+        if not finished(out):
             begin = time.time()
             run = TrainingOptions(
                 data=given.data, valid=given.valid, tokens=given.tokens, batch=given.batch, lr=rate, warmup=0.05,

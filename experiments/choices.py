@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ladder.adapt.side import SideModel
+
 AT_ONCE = 65_536  # tokens of a pass, padding included
 
 
@@ -61,10 +63,15 @@ def _likelihoods(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> li
         tokens = torch.zeros(len(some), longest, dtype=torch.long)
         for line, i in enumerate(some):
             tokens[line, : len(wholes[i])] = torch.tensor(wholes[i])
-        states = model.base_model(input_ids=tokens.to(model.device), use_cache=False).last_hidden_state
+        there = tokens.to(model.device)
+        if isinstance(model, SideModel):  # whose head reads two streams
+            states, head = model(input_ids=there, use_cache=False).logits, torch.nn.Identity()
+        else:
+            states = model.base_model(input_ids=there, use_cache=False).last_hidden_state
+            head = model.get_output_embeddings()
         for line, i in enumerate(some):
             begin, end = len(contexts[i]), len(wholes[i])
-            logits: Tensor = model.get_output_embeddings()(states[line, begin - 1 : end - 1]).float()
+            logits: Tensor = head(states[line, begin - 1 : end - 1]).float()
             targets = tokens[line, begin:end].to(logits.device)
             logs = logits.log_softmax(-1).gather(-1, targets[:, None]).sum()
             found[i] = (logs, (logits.argmax(-1) == targets).all())  # type: ignore[assignment]
