@@ -170,7 +170,8 @@ def kill_behind_a_checkpoint(processes: list[ForkServerProcess], out: Path) -> i
             break
         assert time.monotonic() < deadline and all(process.is_alive() for process in processes)
         time.sleep(0.002)
-    for process in processes:
-        process.kill()
+    for kind in (signal.SIGSTOP, signal.SIGKILL):  # all stand still first: none sees another die
+        for process in processes:
+            os.kill(int(process.pid), kind)
     assert set(end(processes)) == {-signal.SIGKILL}
     return step
