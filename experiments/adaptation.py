@@ -9,9 +9,10 @@ is layers and a way, as in half-distill:
             none: the original, trained as long
     way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
             other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
-            lora, side (a network beside the rewired model)
+            lora, side (a network beside the rewired model), fit (distill, from what `ladder fit` makes of --fit-tokens)
 
-A JSON line for the original, for each wiring without training, and for each arm: perplexity, KL, agreement, tasks. An
+A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
+perplexity, KL, agreement, tasks. An
 arm that is in WORK already is only measured, and what is measured there is not measured again: keep one WORK for one
 MODEL, VALID and TASKS.
 """
@@ -27,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.choices import scores
 from ladder.adapt.distill import adapt
+from ladder.adapt.fit import fit
 from ladder.adapt.folder import finished
-from ladder.adapt.options import AdaptOptions, TrainingOptions
+from ladder.adapt.options import AdaptOptions, FitOptions, TrainingOptions
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideModel
 from ladder.bench.machine import machine
@@ -45,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chance": {"staleness": 0.5, "staleness_way": "chance"},
     "streams": {"staleness": 0.5, "hidden_weight": 1.0},
     "text": {"staleness": 0.5, "lm_weight": 0.5},
+    "fit": {"staleness": 0.0},
     "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
 }
@@ -62,6 +65,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--scan", type=Path)
+    parser.add_argument("--fit-tokens", type=int, default=1 << 20)
     parser.add_argument("--quick", action="store_true", help="without the tasks")
     parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
@@ -72,6 +76,9 @@ def main() -> None:
             if wiring != "standard":
                 asked.tell(f"rewired {wiring}", wiring, rewire(load(given.model), wiring))
     for arm in given.arm:
+        if arm.endswith("-fit"):
+            start, facts = asked.fitted(arm)
+            asked.tell(start.name, asked.wiring(arm), load(start), **facts)
         out, facts = asked.trained(arm)
         asked.tell(out.name, asked.wiring(arm), asked.loaded(out, arm), **facts)
 
@@ -103,6 +110,18 @@ class Asked:
             return load(out)
         return SideModel.load(out, rewire(load(self._given.model), self.wiring(arm))).to(DEVICE).eval()
 
+    def fitted(self, arm: str) -> tuple[Path, dict[str, Any]]:
+        """The folder of what an arm begins with, and how it was made."""
+        given, tokens = self._given, self._given.fit_tokens
+        out = given.work / f"fitted {self.wiring(arm)} {tokens}"
+        taken = given.work / f"seconds {out.name}"
+        if not out.exists():
+            begin = time.time()
+            wish = FitOptions(str(given.model), out, self.wiring(arm), given.data, tokens=tokens, dtype="float32")
+            fit(wish, lambda *_: None)
+            taken.write_text(f"{time.time() - begin:.1f}")
+        return out, {"fit_tokens": tokens, "seconds": float(taken.read_text())}
+
     def trained(self, arm: str) -> tuple[Path, dict[str, Any]]:
         """The folder of an arm's model, and how it was made."""
         given, way = self._given, arm.partition("-")[2]
@@ -115,7 +134,8 @@ class Asked:
                 eval_every=10**9, save_every=10**9, weight_decay=0.01,
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
-            adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way]), run, lambda *_: None)
+            begun = {"start": self.fitted(arm)[0]} if way == "fit" else {}
+            adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way], **begun), run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)

@@ -11,21 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from ladder.adapt import folder as place
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import AdaptOptions, TrainingOptions
-from ladder.adapt.shards import Shards
+from ladder.adapt.original import check_start, read_original, read_tokenizer
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Present, Remembered, Teacher, remember
-from ladder.adapt.texts import fingerprint, load_tokenizer
 from ladder.adapt.trainer import Progress
 from ladder.adapt.work import Data, Job, compile_layers, save, work
-from ladder.config.lock import wiring_of
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
-from ladder.hf.families import family
 from ladder.hf.load import pretrained, quiet
-from ladder.hf.wire import check_ranks, refuse_ranks, refuse_settings
+from ladder.hf.wire import check_ranks, refuse_ranks
 from ladder.wiring import Wiring
 
 
@@ -33,7 +30,8 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
-    wanted = place.asked(options, training, model=Path(options.model), data=training.data, valid=training.valid)
+    folders = {"model": Path(options.model), "start": options.start, "data": training.data, "valid": training.valid}
+    wanted = {**place.asked(options, training, **folders), "staleness": options.moving}
     place.check(options.out, wanted)
     if place.finished(options.out):
         raise LadderError(f"{options.out} is finished: name a new folder")
@@ -56,9 +54,9 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         teacher: Teacher | None = None
         if options.kl_weight or options.hidden_weight:
             teacher = Remembered() if options.teacher_top else Present(original())
-        steps = 0 if options.method == "side" else round(options.staleness * training.steps)
+        steps = 0 if options.method == "side" else round(options.moving * training.steps)
         kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
-        model = pretrained(AutoModelForCausalLM, options.model, dtype=kept)
+        model = pretrained(AutoModelForCausalLM, str(options.start or options.model), dtype=kept)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # what is new in the model is drawn
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options)
@@ -77,16 +75,11 @@ def _dtype(training: TrainingOptions) -> torch.dtype:
 
 def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, Any]:
     """The wiring and the tokenizer; whatever cannot be done is refused here."""
-    config = pretrained(AutoConfig, options.model)
-    family(config.model_type)
-    refuse_settings(config)
-    wiring = Wiring.parse(options.wiring, config.num_hidden_layers)
-    if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
-        raise LadderError(f"{options.model} is wired already: adapt its original, or evaluate it")
+    config, wiring = read_original(options.model, options.wiring, training.window)
     check_ranks(wiring, options.ranks)
     if options.ranks > 1:
         refuse_ranks(config, options.ranks)
-    if wiring.local and options.staleness:
+    if wiring.local and options.moving:
         raise LadderError(f"there is no way between the standard model and {str(wiring)!r}: give --staleness 0")
     if options.ranks > 1 and options.method != "full":
         raise LadderError(f"--ranks emulates ranks for --method full, not for {options.method}: leave one out")
@@ -94,19 +87,13 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError(f"--fsdp shards what --method full trains, {options.method} trains little: leave one out")
     if options.method == "side" and training.recompute:
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
-    if training.window > getattr(config, "max_position_embeddings", training.window):
-        raise LadderError(f"a window of {training.window} is more than the model's {config.max_position_embeddings}")
     if options.teacher_top >= config.vocab_size:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
     if options.method == "lora" and find_spec("peft") is None:
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
-    tokenizer = load_tokenizer(options.model)
-    for folder in (training.data, training.valid):
-        if folder is not None:
-            shards = Shards.open(folder)
-            shards.check_vocab(config.vocab_size, options.model)
-            shards.check_tokenizer(fingerprint(tokenizer), options.model)
-    return wiring, tokenizer
+    if options.start is not None:
+        check_start(options.start, config, wiring, options.ranks)
+    return wiring, read_tokenizer(options.model, config, training.data, training.valid)
 
 
 def _trainable(model: Any, options: AdaptOptions) -> Any:

@@ -63,9 +63,7 @@ class TrainingOptions:
         _known("schedule", self.schedule, SCHEDULES)
         _known("dtype", self.dtype, ("auto", *DTYPES))
         _known("compile", self.compile, ("auto", "yes", "no"))
-        _known("device", self.device, ("auto", "cpu", "cuda"))
-        if self.device == "cuda" and not _gpu():
-            raise LadderError("device 'cuda' is not there: torch sees no GPU; the nearest is --device cpu")
+        _check_device(self.device)
 
     @property
     def steps(self) -> int:
@@ -73,7 +71,7 @@ class TrainingOptions:
 
     @property
     def place(self) -> str:
-        return self.device if self.device != "auto" else "cuda" if _gpu() else "cpu"
+        return _place(self.device)
 
     @property
     def precision(self) -> str:
@@ -111,7 +109,14 @@ class AdaptOptions:
     kl_weight: float = option(1.0, "Of the KL divergence from the original, over all tokens.")
     lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
-    staleness: float = option(0.5, "Share of the steps in which staleness moves from 0 to 1; 0: the wiring at once.")
+    start: Path | None = option(
+        None,
+        "Begin with these weights, of the same wiring: what `ladder fit` or a finished run left.",
+    )
+    staleness: float | None = option(
+        None,
+        "Share of the steps in which staleness moves from 0 to 1; default: 0.5, with --start 0: the wiring at once.",
+    )
     staleness_way: str = option("together", f"How it moves: {', '.join(WAYS)}.")
     ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
     teacher_top: int = option(
@@ -133,8 +138,12 @@ class AdaptOptions:
             raise LadderError("--hidden-weight needs the original in memory: leave out --teacher-top")
         if self.hidden_weight and self.method == "side":
             raise LadderError("--hidden-weight trains the model's layers, which --method side leaves as they are")
-        if not 0 <= self.staleness <= 1:
+        if self.staleness is not None and not 0 <= self.staleness <= 1:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
+        if self.start is not None and self.staleness:
+            raise LadderError("--start is of the wiring already, where --staleness ends: leave one out")
+        if self.start is not None and self.method == "side":
+            raise LadderError("--method side leaves the original's weights as they are: leave out --start")
         if self.teacher_top < 0:
             raise LadderError(f"teacher-top must be 0 or more, not {self.teacher_top}")
         if self.teacher_top and not self.kl_weight:
@@ -142,6 +151,43 @@ class AdaptOptions:
         _at_least("rank", self.rank, 1)
         _at_least("ranks", self.ranks, 1)
         _at_least("reduction", self.reduction, 1)
+
+    @property
+    def moving(self) -> float:
+        """The share of the steps in which staleness moves."""
+        default = 0.0 if self.start is not None or self.method == "side" else 0.5
+        return default if self.staleness is None else self.staleness
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What is fitted, to what, on what."""
+
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the original.")
+    out: Path = argument("New folder for the fitted checkpoint.")
+    wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
+    data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
+    tokens: int | None = option(
+        None, "Tokens to fit on, from everywhere in the data; default: 64 for each input of the widest projection."
+    )
+    window: int = option(1024, "Tokens in a row.")
+    batch: int = option(8, "Rows at a time.")
+    ridge: float = option(0.01, "How much weights are held to what they were.")
+    dtype: str = option("auto", "What is computed in: auto (the checkpoint's, on a CPU float32), bfloat16 or float32.")
+    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, least in (("window", 2), ("batch", 1), *((("tokens", 1),) if self.tokens is not None else ())):
+            _at_least(name, getattr(self, name), least)
+        if not 1e-9 <= self.ridge <= 1e3:
+            raise LadderError(f"ridge must be from 1e-09 to 1000, not {self.ridge}")
+        _known("dtype", self.dtype, ("auto", *DTYPES))
+        _check_device(self.device)
+
+    @property
+    def place(self) -> str:
+        return _place(self.device)
 
 
 @dataclass(frozen=True)
@@ -163,6 +209,16 @@ def _gpu() -> bool:
     import torch  # not before a run: the command line needs none
 
     return torch.cuda.is_available()
+
+
+def _check_device(name: str) -> None:
+    _known("device", name, ("auto", "cpu", "cuda"))
+    if name == "cuda" and not _gpu():
+        raise LadderError("device 'cuda' is not there: torch sees no GPU; the nearest is --device cpu")
+
+
+def _place(name: str) -> str:
+    return name if name != "auto" else "cuda" if _gpu() else "cpu"
 
 
 def _at_least(name: str, value: int, least: int) -> None:

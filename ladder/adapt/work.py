@@ -142,7 +142,14 @@ def save(run: Run, folder: Path, dtype: torch.dtype) -> None:
             model = type(trained)(trained.config)
         model.load_state_dict(state, assign=True)
         model.tie_weights()
-        model.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors creates it for its owner alone
-        trained.generation_config.to_json_file(folder / "generation_config.json")  # as it was, liked or not
+        model.generation_config = trained.generation_config
+        write(model, folder)
+
+
+def write(model: Any, folder: Path) -> None:
+    """A model's files, readable by all."""
+    wishes, model.generation_config = model.generation_config, type(model.generation_config)()
+    model.save_pretrained(folder)
+    wishes.to_json_file(folder / "generation_config.json")  # as they were, to transformers' taste or not
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors creates it for its owner alone

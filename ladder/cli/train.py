@@ -1,11 +1,25 @@
-"""`ladder adapt` and `ladder train`: models that learn."""
+"""`ladder fit`, `ladder adapt` and `ladder train`: models that are made to fit their wiring."""
 
 from typing import Any
 
 import typer
 
-from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.adapt.options import AdaptOptions, FitOptions, ScratchOptions, TrainingOptions
 from ladder.cli.verbs import steps_bar, verb
+
+
+@verb(FitOptions)
+def fit(options: FitOptions) -> None:
+    """Fit a model's weights to another wiring by least squares, layer by layer: no training, a few minutes, most of the
+    damage gone. What is left is for ladder adapt --start.
+    """
+    from ladder.adapt.fit import fit
+
+    with steps_bar("loading") as progress:
+        found = fit(options, progress)
+    far = ", ".join(f"{name} {each.kl.value:.4g}" for name, each in found.items() if name != "original")
+    perplexities = ", ".join(f"{name} {each.perplexity.value:.4g}" for name, each in found.items())
+    typer.echo(f"wrote {options.out}: KL to the original: {far}; perplexity: {perplexities}")
 
 
 @verb(AdaptOptions, TrainingOptions)

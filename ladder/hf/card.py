@@ -78,6 +78,34 @@ In transformers:
 Made by `ladder adapt`. Licence and terms are those of `{source}`.
 """
 
+_FITTED = """---
+{base}library_name: transformers
+tags:
+- ladder-residual
+- {family}
+---
+
+# {folder}
+
+`{source}` under another wiring, its weights fitted to it by least squares, layer by layer, not trained:
+
+    {wiring}
+
+{layers} That gives back most of what rewiring takes, not all. It is where `ladder adapt {source} OUT --start {folder}`
+begins; measure it before use:
+
+    ladder eval {source} {folder} --text book.txt --source {source}
+
+In transformers:
+
+    import ladder.hf  # without it, loading fails
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}")
+{native}
+Made by `ladder fit`. Licence and terms are those of `{source}`.
+"""
+
 _SIDE = """---
 {base}tags:
 - ladder-residual
@@ -128,6 +156,11 @@ def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: 
     """README.md for what was adapted from `source`."""
     how = "by distillation from the original" if distilled else "by fine-tuning on text alone"
     return _filled(_ADAPTED.replace("{how}", how), source, folder, family, wiring, native)
+
+
+def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
+    """README.md for what was fitted from `source`."""
+    return _filled(_FITTED, source, folder, family, wiring, native)
 
 
 def side_card(source: str, folder: str, family: str, wiring: Wiring) -> str:

@@ -23,6 +23,8 @@ class Branch:
     # the block's child that projects back to the stream's width, where what follows it treats every term of a sum alike
     # (a norm does not), so that ranks can have shares of it: the n-th part of its inputs is the n-th rank's
     out: str | None = None
+    # the block's parameters that the stream goes into first; those of them that it has
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,21 @@ def family(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
+_QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+_GATED = ("gate_proj.weight", "up_proj.weight")
 _PRE_NORM = Family(
-    Branch("self_attn", before=("input_layernorm",), out="o_proj"),
-    Branch("mlp", before=("post_attention_layernorm",), out="down_proj"),
+    Branch("self_attn", before=("input_layernorm",), out="o_proj", reads=_QKV),
+    Branch("mlp", before=("post_attention_layernorm",), out="down_proj", reads=_GATED),
 )
-_EXPERTS = Family(_PRE_NORM.attention, Branch("mlp", before=("post_attention_layernorm",)))
+_EXPERTS = Family(  # some of its layers may have none
+    _PRE_NORM.attention,
+    Branch("mlp", before=("post_attention_layernorm",), reads=("gate.weight", "experts.gate_up_proj", *_GATED)),
+)
 _NORMS_ON_BOTH_SIDES = Family(
-    Branch("self_attn", before=("input_layernorm",), after=("post_attention_layernorm",)),
-    Branch("mlp", before=("pre_feedforward_layernorm",), after=("post_feedforward_layernorm",)),
+    Branch("self_attn", before=("input_layernorm",), after=("post_attention_layernorm",), reads=_QKV),
+    Branch("mlp", before=("pre_feedforward_layernorm",), after=("post_feedforward_layernorm",), reads=_GATED),
 )
+_FUSED, _WIDENED = ("query_key_value.weight",), ("dense_h_to_4h.weight",)
 
 
 def _falcon_is_parallel(config: Any) -> bool:
@@ -78,25 +86,37 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "phi3": Family(
-        Branch("self_attn", before=("input_layernorm",), after=("resid_attn_dropout",), out="o_proj"),
-        Branch("mlp", before=("post_attention_layernorm",), after=("resid_mlp_dropout",), out="down_proj"),
+        Branch(
+            "self_attn",
+            before=("input_layernorm",),
+            after=("resid_attn_dropout",),
+            out="o_proj",
+            reads=("qkv_proj.weight",),
+        ),
+        Branch(
+            "mlp",
+            before=("post_attention_layernorm",),
+            after=("resid_mlp_dropout",),
+            out="down_proj",
+            reads=("gate_up_proj.weight",),
+        ),
     ),
     "granite": Family(_PRE_NORM.attention, _PRE_NORM.mlp, scale="residual_multiplier"),
     "olmo2": Family(
-        Branch("self_attn", after=("post_attention_layernorm",)),
-        Branch("mlp", after=("post_feedforward_layernorm",)),
+        Branch("self_attn", after=("post_attention_layernorm",), reads=_QKV),
+        Branch("mlp", after=("post_feedforward_layernorm",), reads=_GATED),
     ),
     "gemma2": _NORMS_ON_BOTH_SIDES,
     "gemma3_text": _NORMS_ON_BOTH_SIDES,
     "gpt2": Family(
-        Branch("attn", before=("ln_1",)),
-        Branch("mlp", before=("ln_2",)),
+        Branch("attn", before=("ln_1",), reads=("c_attn.weight",)),
+        Branch("mlp", before=("ln_2",), reads=("c_fc.weight",)),
         layers="h",
         refuses={"add_cross_attention": "a layer with cross-attention has three sub-blocks"},
     ),
     "gpt_neox": Family(
-        Branch("attention", before=("input_layernorm",), after=("post_attention_dropout",)),
-        Branch("mlp", before=("post_attention_layernorm",), after=("post_mlp_dropout",)),
+        Branch("attention", before=("input_layernorm",), after=("post_attention_dropout",), reads=_FUSED),
+        Branch("mlp", before=("post_attention_layernorm",), after=("post_mlp_dropout",), reads=_WIDENED),
         parallel=lambda config: bool(config.use_parallel_residual),
     ),
     "falcon": Family(
@@ -104,19 +124,21 @@ FAMILIES: dict[str, Family] = {
             "self_attention",
             before=("ln_attn", "input_layernorm"),
             dropout=lambda c: float(c.hidden_dropout if _falcon_is_parallel(c) else c.attention_dropout),
+            reads=_FUSED,
         ),
         Branch(
             "mlp",
             before=("ln_mlp", "post_attention_layernorm", "input_layernorm"),
             dropout=lambda c: float(c.hidden_dropout),
+            reads=_WIDENED,
         ),
         layers="h",
         answers=True,
         parallel=_falcon_is_parallel,
     ),
     "bloom": Family(
-        Branch("self_attention", before=("input_layernorm",)),
-        Branch("mlp", before=("post_attention_layernorm",)),
+        Branch("self_attention", before=("input_layernorm",), reads=_FUSED),
+        Branch("mlp", before=("post_attention_layernorm",), reads=_WIDENED),
         layers="h",
         adds=True,
         answers=True,

@@ -1,0 +1,54 @@
+"""The model that is to be rewired, and data in its tokens: whatever does not fit is refused before a weight is read."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from ladder.adapt.shards import Shards
+from ladder.adapt.texts import fingerprint, load_tokenizer
+from ladder.config.lock import ranks_of, wiring_of
+from ladder.errors import LadderError
+from ladder.hf.families import family
+from ladder.hf.load import pretrained
+from ladder.hf.wire import refuse_settings
+from ladder.wiring import Wiring
+
+_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def read_original(model: str, pattern: str, window: int) -> tuple[Any, Wiring]:
+    """The config of a model that is not wired yet, and the wiring that it is to have."""
+    config = pretrained(AutoConfig, model)
+    family(config.model_type)
+    refuse_settings(config)
+    wiring = Wiring.parse(pattern, config.num_hidden_layers)
+    if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
+        raise LadderError(f"{model} is wired already: adapt its original, or evaluate it")
+    if window > getattr(config, "max_position_embeddings", window):
+        raise LadderError(f"a window of {window} is more than the model's {config.max_position_embeddings}")
+    return config, wiring
+
+
+def check_start(start: Path, config: Any, wiring: Wiring, ranks: int) -> None:
+    """Refuse weights to begin with that are of another model or wiring."""
+    if not start.is_dir():
+        raise LadderError(f"no such folder: {start}; ladder fit makes one")
+    own = pretrained(AutoConfig, str(start))
+    for name in _SHAPE:
+        if (found := getattr(own, name, None)) != (wanted := getattr(config, name, None)):
+            raise LadderError(f"{start} is of another model: its {name} is {found}, not {wanted}")
+    held = wiring_of(vars(own), own.num_hidden_layers)
+    if held != wiring or ranks_of(vars(own)) != ranks:
+        raise LadderError(f"{start} is wired {str(held)!r}, not {str(wiring)!r}: begin with weights of the same wiring")
+
+
+def read_tokenizer(model: str, config: Any, *folders: Path | None) -> Any:
+    """The model's tokenizer, which the folders' tokens are of."""
+    tokenizer = load_tokenizer(model)
+    for folder in folders:
+        if folder is not None:
+            shards = Shards.open(folder)
+            shards.check_vocab(config.vocab_size, model)
+            shards.check_tokenizer(fingerprint(tokenizer), model)
+    return tokenizer

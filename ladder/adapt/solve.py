@@ -1,0 +1,233 @@
+"""Weights that make up for what a rewired layer no longer sees: solved for, not trained.
+
+A sub-block of the original reads n(t), the norm of its stream; rewired it reads n(s), a stream without its newest sums.
+Much of what is missing is a linear function of what is there, and that a weight can do:
+
+    C  = argmin  sum | C n(s) - n(t) |^2  +  ridge | C - 1 |^2                every weight W that reads becomes W C
+    W' = argmin  sum | W' h + s - t' |^2 / |t'|^2  +  ridge | W' - W |^2      W, the projection back to the stream
+
+over the tokens of a text; t' is the original's stream behind the sub-block, h what the projection is given. From the
+first rewired layer on, sub-block after sub-block, each on the streams that those before it leave, so that it also mends
+what they could not. No gradients: a pass over the text and two systems of equations a sub-block. `ridge` is relative
+to the mean square of what is read. Where a norm stands behind the projection, or experts share it, it stays as it is.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from ladder.hf.families import Branch
+from ladder.hf.layer import Carried, Place, WiredLayer, out_of
+from ladder.hf.wire import layers_of
+from ladder.wiring import Wiring
+
+RIDGE = 0.01
+Progress = Callable[[int, int, str], None]  # layers done, layers in all, of what
+
+
+@torch.no_grad()
+def solve(
+    model: Any,
+    wiring: str | Wiring,
+    rows: Tensor,
+    ridge: float = RIDGE,
+    batch: int = 8,
+    progress: Progress | None = None,
+) -> Any:
+    """Wire a standard model in place and fit its weights on `rows`, [n, length] tokens; returns it. `batch` rows at a
+    time, of which there must be a multiple. Keeps a few streams of all tokens, and a copy of one layer.
+    """
+    if len(rows) % batch or not len(rows):
+        raise LadderError(f"{len(rows)} rows of tokens are no multiple of a batch of {batch}")
+    model.eval()
+    rewire(model, "standard")
+    layers: Sequence[Any] = layers_of(model)
+    calls, streams = _calls(model, layers, rows.split(batch))
+    places = [layer.place for layer in layers]
+    rewire(model, wiring)
+    names = Wiring.parse(wiring, len(layers)).layers if isinstance(wiring, str) else wiring.layers
+    first = next((index for index, name in enumerate(names) if name != "standard"), len(layers))
+    wired: list[Any] = list(streams)  # as the rewired layers hand them on
+    for index, layer in enumerate(layers):
+        if index < first:
+            wired = [_run(layer, stream, calls[index]) for stream in wired]
+            streams = [_stream(stream) for stream in wired]
+        else:
+            streams = _fit_layer(layer, places[index], calls[index], streams, wired, ridge)
+            wired = [_run(layer, stream, calls[index]) for stream in wired]
+        if progress is not None:
+            progress(index + 1, len(layers), "fitting")
+    return model
+
+
+def _calls(model: Any, layers: Sequence[Any], batches: Sequence[Tensor]) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """What each layer is called with besides the stream, which is the same for every batch; each batch's embedding."""
+    calls: list[dict[str, Any]] = []
+    streams: list[Tensor] = []
+
+    def call(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append(named)
+
+    def begin(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        streams.append(arguments[0])
+        raise _Enough
+
+    for hooks, rows in ((dict.fromkeys(layers, call), batches[:1]), ({layers[0]: begin}, batches)):
+        handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in hooks.items()]
+        try:
+            for ids in rows:
+                _until(partial(model, input_ids=ids.to(model.device), use_cache=False))
+        finally:
+            for handle in handles:
+                handle.remove()
+    return calls, streams
+
+
+def _fit_layer(
+    layer: Any, standard: Place, call: dict[str, Any], streams: list[Tensor], wired: list[Any], ridge: float
+) -> list[Tensor]:
+    """Fit one layer's weights; returns the original's streams behind it."""
+    family = layer.place.family
+    scale = 1.0 if family.scale is None else float(getattr(layer, family.scale))
+    original = copy.deepcopy(layer)
+    original.place = standard
+    wanted = [_watched(original, stream, call) for stream in streams]
+    for branch in (family.attention, family.mlp):
+        if weights := _readers(layer, branch):
+            sums = _Sums()
+            for goal, stream in zip(wanted, wired, strict=True):
+                x = _watched(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
+                sums.add(x, _wide(goal.at[branch.block, "reads"]) - _wide(x))
+            move = sums.least(ridge)  # C = (1 + move) transposed
+            for weight, across in weights:
+                wide = _wide(weight)
+                weight.copy_(wide + (move.to(wide) @ wide if across else wide @ move.to(wide).mT))
+        if (out := _projection(layer, branch)) is not None:
+            sums = _Sums()
+            for goal, stream, before in zip(wanted, wired, streams, strict=True):
+                seen = _watched(layer, stream, call, until=(branch.block, "adds"))
+                end = _wide(before) + scale * goal.added(branch, family.attention)
+                own = _wide(_stream(stream)) + scale * seen.added(branch, family.attention)
+                gap = (end - own) / scale
+                sums.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
+            wide = _wide(out.weight)
+            out.weight.copy_(wide + sums.least(ridge).to(wide).mT)
+    return [_stream(goal.end) for goal in wanted]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a layer did: what a block `reads`, what its output projection `holds` and what that `adds`."""
+
+    at: dict[tuple[str, str], Tensor]
+    end: Any  # what the layer answered; None: it was stopped before
+
+    def added(self, branch: Branch, attention: Branch) -> Tensor:
+        """To the stream, up to and with this sub-block."""
+        added = _wide(self.at[attention.block, "adds"])
+        return added if branch is attention else added + _wide(self.at[branch.block, "adds"])
+
+
+class _Enough(Exception):
+    """All is seen that was wanted of a pass."""
+
+
+def _watched(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str] | None = None) -> _Seen:
+    at: dict[tuple[str, str], Tensor] = {}
+
+    def keep(block: str, what: str, value: Tensor) -> None:
+        at[block, what] = value
+        if until == (block, what):
+            raise _Enough
+
+    handles = []
+    for branch in (layer.place.family.attention, layer.place.family.mlp):
+        name = branch.block
+
+        def reads(block: nn.Module, arguments: Any, named: dict[str, Any], name: str = name) -> None:
+            keep(name, "reads", arguments[0] if arguments else named["hidden_states"])
+
+        def adds(out: nn.Module, arguments: Any, y: Tensor, name: str = name) -> None:
+            at[name, "holds"] = arguments[0]
+            keep(name, "adds", y)
+
+        handles.append(layer.get_submodule(name).register_forward_pre_hook(reads, with_kwargs=True))
+        if (out := _projection(layer, branch)) is not None:
+            handles.append(out.register_forward_hook(adds))
+    try:
+        end = _until(partial(_run, layer, stream, call))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _Seen(at, end)
+
+
+def _until(pass_: Callable[[], Any]) -> Any:
+    try:
+        return pass_()
+    except _Enough:
+        return None
+
+
+def _run(layer: Any, stream: Any, call: dict[str, Any]) -> Any:
+    found = layer(stream, **call)
+    return found[0] if layer.place.family.answers else found
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _stream(handed: Any) -> Tensor:
+    return handed.stream if isinstance(handed, Carried) else handed
+
+
+def _readers(layer: WiredLayer, branch: Branch) -> list[tuple[nn.Parameter, bool]]:
+    """The parameters that read the stream, and whether their first dimension is it (GPT-2's)."""
+    block = layer.get_submodule(branch.block)
+    found = []
+    for name, parameter in block.named_parameters():
+        if name in branch.reads:
+            found.append((parameter, isinstance(block.get_submodule(name.rpartition(".")[0]), Conv1D)))
+    return found
+
+
+def _projection(layer: WiredLayer, branch: Branch) -> Any:
+    """What projects back to the stream, if nothing but a factor stands behind it."""
+    return None if branch.out is None else out_of(layer, branch)
+
+
+class _Sums:
+    """x^T x and x^T gap over tokens."""
+
+    def __init__(self) -> None:
+        self._square: Tensor | None = None
+        self._cross: Tensor | None = None
+
+    def add(self, x: Tensor, gap: Tensor, weight: Tensor | None = None) -> None:
+        """[..., inputs], [..., outputs], [..., 1]."""
+        x = _wide(x)
+        if weight is not None:
+            x, gap = x * weight, gap * weight
+        x, gap = x.flatten(0, -2), gap.flatten(0, -2)
+        square, cross = (x.mT @ x).double(), (x.mT @ gap).double()
+        self._square = square if self._square is None else self._square + square
+        self._cross = cross if self._cross is None else self._cross + cross
+
+    def least(self, ridge: float) -> Tensor:
+        """[inputs, outputs]: what x is to be multiplied with to be nearest to the gap."""
+        assert self._square is not None and self._cross is not None
+        square = self._square + ridge * self._square.diagonal().mean() * torch.eye(len(self._square)).to(self._square)
+        factor, bad = torch.linalg.cholesky_ex(square)
+        found = torch.cholesky_solve(self._cross, factor)
+        if bad or not bool(found.isfinite().all()):
+            raise LadderError("the model's streams are not finite: check its weights, or take a wider dtype")
+        return found

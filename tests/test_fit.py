@@ -1,0 +1,278 @@
+"""ladder fit: weights by least squares against the naive way, every family, the verb, and where adapt begins."""
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ladder.adapt.distill import adapt
+from ladder.adapt.fit import fit
+from ladder.adapt.options import AdaptOptions, FitOptions
+from ladder.adapt.shards import Shards
+from ladder.adapt.solve import solve
+from ladder.cli import main
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from ladder.hf.measures import distance
+from tests import training as tiny
+from tests.hosts import CONFIGS, host
+from tests.training import WINDOW, log, same, silent, training, weights
+
+RIDGE = 0.01
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def model(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"), data)
+
+
+def options(model: Path, out: Path, data: Path, **changes: Any) -> FitOptions:
+    return FitOptions(str(model), out, **{"data": data, "window": WINDOW, "device": "cpu", **changes})
+
+
+def drawn(rows: int, seed: int = 5) -> Tensor:
+    return torch.randint(2, 97, (rows, 24), generator=torch.Generator().manual_seed(seed))
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def nearest(x: Tensor, gap: Tensor) -> Tensor:
+    """[inputs, outputs] of the least | x @ move - gap |^2 + penalty | move |^2, as one long system."""
+    x, gap = x.flatten(0, -2), gap.flatten(0, -2)
+    penalty = RIDGE * x.square().sum() / x.shape[1]
+    more = torch.eye(x.shape[1], dtype=x.dtype) * penalty.sqrt()
+    return torch.linalg.lstsq(torch.cat((x, more)), torch.cat((gap, gap.new_zeros(x.shape[1], gap.shape[1])))).solution
+
+
+Inner = Callable[[Tensor], Tensor]  # what a sub-block reads, to what its output projection is given
+
+
+def insides(layer: Any, call: dict[str, Any]) -> list[tuple[nn.Module, list[nn.Linear], Inner, nn.Linear]]:
+    """Of a Llama layer, its attention's and its MLP's: norm, the projections that read, what follows, the last one."""
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def attended(x: Tensor) -> Tensor:
+        caught: list[Tensor] = []
+        handle = attention.o_proj.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+        attention(hidden_states=x, **call)
+        handle.remove()
+        return caught[0]
+
+    return [
+        (layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], attended, attention.o_proj),
+        (
+            layer.post_attention_layernorm,
+            [mlp.gate_proj, mlp.up_proj],
+            lambda x: F.silu(mlp.gate_proj(x)) * mlp.up_proj(x),
+            mlp.down_proj,
+        ),
+    ]
+
+
+@torch.no_grad()
+def naive(model: Any, lags: list[int], first: int, ids: Tensor) -> Any:
+    """The fit of a Llama model, written over lists of all streams. `lags`: of each sub-block; `first`: the first layer
+    that is fitted.
+    """
+    fitted = copy.deepcopy(model)
+    begin = model.model.embed_tokens(ids)
+    turn = model.model.rotary_emb(begin, torch.arange(ids.shape[1])[None])
+    future = torch.full((ids.shape[1],) * 2, float("-inf"), dtype=begin.dtype).triu(1)
+    call = {"position_embeddings": turn, "attention_mask": future[None, None]}
+    original, own = [begin], [begin]
+    seen = 0  # the newest stream that anybody has read: what was waited for stays
+    for index, (old, new) in enumerate(zip(model.model.layers, fitted.model.layers, strict=True)):
+        for half, (before, after) in enumerate(zip(insides(old, call), insides(new, call), strict=True)):
+            number = 2 * index + half
+            seen = max(seen, number - lags[number])
+            wanted, read = before[0](original[-1]), after[0](own[seen])
+            original.append(original[-1] + before[3](before[2](wanted)))
+            if index >= first:
+                turned = torch.eye(read.shape[-1], dtype=read.dtype) + nearest(read, wanted - read)
+                for reader in after[1]:
+                    reader.weight.copy_(reader.weight @ turned.T)
+                held = after[2](read)
+                size = original[-1].square().mean(-1, keepdim=True).sqrt()
+                gap = original[-1] - own[-1] - after[3](held)
+                after[3].weight.add_(nearest(held / size, gap / size).T)
+            own.append(own[-1] + after[3](after[2](read)))
+    return fitted
+
+
+@pytest.mark.parametrize("wiring, lags, first", [
+    ("ladder", [1] * 8, 0),
+    ("standard:2 ladder:2", [0] * 4 + [1] * 4, 2),
+    ("ladder-2@1,3", [0, 0, 2, 2, 0, 0, 2, 2], 1),
+    ("ladder-1-2", [1, 2] * 4, 0),
+])  # fmt: skip
+def test_equals_the_naive_way(wiring: str, lags: list[int], first: int) -> None:
+    model, ids = host("llama").double(), drawn(24)
+    wanted = naive(model, lags, first, ids)
+    found = solve(copy.deepcopy(model), wiring, ids, RIDGE, batch=6)
+    before, after, ours = (dict(each.named_parameters()) for each in (model, wanted, found))
+    assert before.keys() == ours.keys()
+    for name, value in after.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)
+        layer = int(name.split(".")[2]) if ".layers." in name else -1
+        fitted = layer >= first and "norm" not in name
+        assert torch.equal(ours[name], before[name]) != fitted or (first == 0 and layer == 0 and "self_attn" in name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_comes_nearer(name: str) -> None:
+    """On text that was not fitted to. Where a norm follows the projection, there is less to be gained."""
+    model, text = host(name), drawn(12, seed=6).flatten()
+    wiring = "ladder"
+    rewired = rewire(copy.deepcopy(model), wiring)
+    fitted = solve(copy.deepcopy(model), wiring, drawn(96), RIDGE)
+    begun, ended = (distance(each, model, text, window=24).kl.value for each in (rewired, fitted))
+    assert ended < 0.9 * begun
+    assert fitted.config.wiring == "ladder" and not model.config.to_dict().get("wiring")
+
+
+def test_half_precision_is_near() -> None:
+    model, text = host("llama"), drawn(12, seed=6).flatten()
+    wide, narrow = (
+        solve(copy.deepcopy(model).to(kind), "ladder", drawn(96)) for kind in (torch.float32, torch.bfloat16)
+    )
+    far, near = (
+        distance(each, model, text, window=24).kl.value for each in (rewire(copy.deepcopy(model), "ladder"), wide)
+    )
+    assert narrow.dtype == torch.bfloat16
+    assert distance(narrow, model, text, window=24).kl.value < near + 0.1 * (far - near)
+
+
+def test_nothing_to_mend() -> None:
+    """Sub-blocks that add nothing leave nothing out."""
+    model = host("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert same(before, solve(model, "ladder", drawn(8)).state_dict())
+
+
+def test_streams_that_are_not_finite() -> None:
+    model = host("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(LadderError, match="the model's streams are not finite"):
+        solve(model, "ladder", drawn(8))
+
+
+# --- the verb -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fitted") / "out"
+    fit(options(model, out, data), silent)
+    return out
+
+
+def test_writes_a_checkpoint(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--wiring", "standard:1 ladder:2", "--data", str(data), "--window", str(WINDOW), "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["ladder", "fit", str(model), str(out), *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    figures = re.fullmatch(rf"wrote {out}: KL to the original: rewired (.*), fitted (.*); perplexity: (.*)\n", said)
+    assert figures and float(figures[2]) < 0.6 * float(figures[1])
+    assert re.fullmatch(r"original [\d.]+, rewired [\d.]+, fitted [\d.]+", figures[3])
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.config.wiring == "standard:1 ladder:2" and AutoTokenizer.from_pretrained(out)("never")["input_ids"]
+    found, before = weights(out), weights(model)
+    assert found.keys() == before.keys()
+    kept = {name for name in found if torch.equal(found[name], before[name])}
+    assert all((".layers.0." in name or "norm" in name or ".layers." not in name) == (name in kept) for name in found)
+
+
+def test_keeps_the_type(data: Path, tmp_path: Path) -> None:
+    original = tiny.model(tmp_path / "half", data, torch.bfloat16, tie_word_embeddings=True)
+    fit(options(original, tmp_path / "out", data, tokens=2 * 8 * WINDOW), silent)
+    found = weights(tmp_path / "out")
+    assert {each.dtype for each in found.values()} == {torch.bfloat16} and "lm_head.weight" not in found
+
+
+def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
+    """From the first step on under the wiring, with the fitted weights, the original as teacher."""
+    run = training(data, 4, valid=data, log_every=1, eval_every=4, lr=1e-9)
+    text = Shards.open(data).read(0, 12 * WINDOW + 1)
+    begun = distance(
+        AutoModelForCausalLM.from_pretrained(fitted), AutoModelForCausalLM.from_pretrained(model), text, window=WINDOW
+    )
+    found = adapt(AdaptOptions(str(model), tmp_path / "out", start=fitted), run, silent)
+    assert found["eval_kl"] == pytest.approx(begun.kl.value, rel=1e-4)
+    cold = adapt(AdaptOptions(str(model), tmp_path / "cold", staleness=0.0), run, silent)
+    assert found["eval_kl"] < 0.8 * cold["eval_kl"] and log(tmp_path / "out")[0][1] < 0.8 * log(tmp_path / "cold")[0][1]
+    asked = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert asked["start"] == str(fitted) and "start" in asked["contents"]
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"wiring": "standard"}, "the wiring is standard, as the model is: there is nothing to fit"),
+    ({"wiring": "rope"}, "unknown wiring 'rope'"),
+    ({"wiring": "desync-2x"}, "'desync-2x' keeps sums on their ranks, each of which would need weights of its own"),
+    ({"model": "fitted"}, "is wired already: adapt its original"),
+    ({"model": "nothing"}, "nothing is neither a directory nor the name of a model"),
+    ({"out": "model"}, "is there already: name a new folder"),
+    ({"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
+    ({"data": "other"}, "other was tokenized with another tokenizer than"),
+    ({"window": 128}, "a window of 128 is more than the model's 64"),
+    ({"batch": 10_000}, r"has \d+ tokens: a batch of 10000 windows of 16 and a tenth to measure on are needed"),
+    ({"batch": 0}, "batch must be at least 1, not 0"),
+    ({"tokens": 0}, "tokens must be at least 1, not 0"),
+    ({"ridge": 0.0}, "ridge must be from 1e-09 to 1000, not 0.0"),
+    ({"ridge": float("nan")}, "ridge must be from"),
+    ({"dtype": "float16"}, "unknown dtype 'float16'"),
+    ({"device": "tpu"}, "unknown device 'tpu'"),
+])  # fmt: skip
+def test_refused(changes: dict[str, Any], message: str, model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
+    folders = {"model": model, "fitted": fitted, "nothing": tmp_path / "a" / "nothing"}
+    if changes.get("data") == "other":
+        folders["other"] = tiny.tokens(tmp_path / "other", seed=2, vocab=280)
+    given = {name: folders.get(value, value) if isinstance(value, str) else value for name, value in changes.items()}
+    with pytest.raises(LadderError, match=message) as refused:
+        fit(options(**{"model": model, "out": tmp_path / "out", "data": data, **given}), silent)
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"start": "nothing"}, "no such folder: .*nothing; ladder fit makes one"),
+    ({"start": "model"}, "is wired 'standard', not 'ladder': begin with weights of the same wiring"),
+    ({"start": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
+    ({"start": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
+    ({"start": "fitted", "staleness": 0.5}, "--start is of the wiring already, where --staleness ends: leave one out"),
+    ({"start": "fitted", "method": "side"}, "--method side leaves the original's weights as they are"),
+])  # fmt: skip
+def test_adapt_refuses(
+    changes: dict[str, Any], message: str, model: Path, data: Path, fitted: Path, tmp_path: Path
+) -> None:
+    folders = {"model": model, "fitted": fitted, "nothing": tmp_path / "nothing"}
+    if changes["start"] == "wide":
+        folders["wide"] = tiny.model(tmp_path / "wide", data, intermediate_size=64)
+    changes = {**changes, "start": folders[changes["start"]]}
+    with pytest.raises(LadderError, match=message) as refused:
+        adapt(AdaptOptions(str(model), tmp_path / "out", **changes), training(data), silent)
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
