@@ -1,0 +1,112 @@
+"""The pictures of docs/quality.md, from the lines in results/.
+
+python -m experiments.quality_plots
+
+    scratch.png     validation loss while wirings are trained from scratch, and how far each is from standard
+    adaptation.png  a pretrained model rewired, fitted and adapted: KL to the original
+    latency.png     loss against the time of a decoding step, where both were measured
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ladder.bench.lanes import plotting
+from ladder.bench.report.arms import looks
+
+RESULTS = Path(__file__).parent.parent / "results"
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888"}
+
+
+def main() -> None:
+    pyplot = plotting()
+    with pyplot.rc_context(STYLE):
+        for draw in (scratch, adaptation, latency):
+            figure = draw(pyplot)
+            if figure is not None:
+                figure.savefig(RESULTS / "quality" / f"{draw.__name__}.png", dpi=120)
+                pyplot.close(figure)
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    file = RESULTS / name
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def curve(arm: str) -> tuple[list[float], list[float]]:
+    """(million tokens, validation loss)"""
+    found = [line for line in lines(f"scratch/{arm}.jsonl") if "eval_loss" in line]
+    return [line["tokens"] / 1e6 for line in found], [line["eval_loss"] for line in found]
+
+
+def scratch(pyplot: Any) -> Any:
+    """Curves of all arms, and their distance from the first seed of standard where both were evaluated."""
+    arms = [line["arm"] for line in lines("scratch_h200.jsonl")]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    base = dict(zip(*curve("standard"), strict=True))
+    for arm, look in looks(arms).items():
+        tokens, losses = curve(arm)
+        style = {"label": arm, "color": look.colour, "marker": "."}
+        left.plot(tokens, losses, **style)
+        both = [(at, loss / base[at] - 1) for at, loss in zip(tokens, losses, strict=True) if at in base]
+        right.plot([at for at, _ in both], [100 * far for _, far in both], **style)
+    left.set_ylabel("validation loss, nats per token")
+    right.set_ylabel("from standard, %")
+    right.axhline(1, color="#888888", linewidth=0.8, linestyle=":")
+    for axis in (left, right):
+        axis.set_xlabel("million tokens")
+    left.legend(frameon=False)
+    return figure
+
+
+def adaptation(pyplot: Any) -> Any:
+    """A bar each, the KL on a logarithmic axis; the perplexity beside it."""
+    rows = [line for line in lines("adaptation_h200.jsonl") if line["arm"] != "original"]
+    rows.sort(key=lambda line: -line["kl"])
+    figure, axis = pyplot.subplots(figsize=(9, 0.6 + 0.32 * len(rows)), layout="constrained")
+    names = [told(line) for line in rows]
+    axis.barh(range(len(rows)), [line["kl"] for line in rows], color="#0072b2")
+    axis.set_yticks(range(len(rows)), names)
+    for at, line in enumerate(rows):
+        axis.text(line["kl"], at, f"  perplexity {line['valid_perplexity']:,.1f}", va="center", fontsize=9)
+    axis.set_xscale("log")
+    axis.set_xlim(right=3 * max(line["kl"] for line in rows))
+    axis.set_xlabel("KL to the original, nats per token of held-out text")
+    return figure
+
+
+def told(line: dict[str, Any]) -> str:
+    """What an arm is, with its tokens."""
+    if line["arm"].startswith(("rewired", "fitted")):
+        layers = "all" if line["wiring"] == "ladder" else line["wiring"]
+        return f"{layers}, {line['arm'].partition(' ')[0]}"
+    layers, way, *_ = line["arm"].split("-")
+    return f"{layers}, {way}, {line['tokens'] / 1e6:g} M tokens"
+
+
+def latency(pyplot: Any) -> Any:
+    """Of each link, the validation loss over the time of a step at TP 8, batch 1."""
+    losses = {(line["size"], line["wiring"]): line["valid_loss"] for line in reversed(lines("scratch_h200.jsonl"))}
+    steps = [line for line in lines("bench_small_h200.jsonl") if line["batch"] == 1]
+    points = [(line, losses[key]) for line in steps if (key := (line["size"], line["wiring"])) in losses]
+    if not points:
+        return None
+    links = list(dict.fromkeys(line["cell_link"] for line, _ in points))
+    arms = looks(line["arm"] for line, _ in points)
+    size = (4 * len(links), 3.6)
+    figure, axes = pyplot.subplots(1, len(links), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axis, link in zip(axes[0], links, strict=True):
+        for line, loss in points:
+            if line["cell_link"] == link:
+                place = (line["tpot_ms_p50"], loss)
+                axis.plot(*place, "o", color=arms[line["arm"]].colour)
+                axis.annotate(f"{line['arm']} {line['size']}", place, (4, 4), textcoords="offset points", fontsize=8)
+        axis.set_title(link, loc="left")
+        axis.set_xlabel("ms of a decoding step")
+        axis.margins(0.3, 0.15)
+    axes[0][0].set_ylabel("validation loss")
+    return figure
+
+
+if __name__ == "__main__":
+    main()
