@@ -46,7 +46,13 @@ def fit(options: FitOptions, progress: Progress) -> dict[str, Distance]:
         found = {"original": measured()}
         rewire(model, wiring)
         found["rewired"] = measured()
-        solve(model, wiring, rows, options.ridge, options.batch, progress)
+        try:
+            solve(model, wiring, rows, options.ridge, options.batch, progress)
+        except torch.OutOfMemoryError:
+            raise LadderError(
+                f"the streams of {rows.numel()} tokens do not fit into the GPU's memory beside the model: give fewer "
+                "--tokens, or --device cpu"
+            ) from None
         found["fitted"] = measured()
         with new_folder(options.out) as folder:
             write(model.to("cpu", own), folder)

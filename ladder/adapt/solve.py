@@ -42,19 +42,21 @@ def solve(
     batch: int = 8,
     progress: Progress | None = None,
 ) -> Any:
-    """Wire a standard model in place and fit its weights on `rows`, [n, length] tokens; returns it. `batch` rows at a
-    time, of which there must be a multiple. Keeps a few streams of all tokens, and a copy of one layer.
+    """Wire a model in place and fit its weights, which were trained as standard, on `rows`, [n, length] tokens; returns
+    it. `batch` rows at a time, of which there must be a multiple. Keeps about nine streams of all tokens beside the
+    model, and a copy of one layer.
     """
     if len(rows) % batch or not len(rows):
         raise LadderError(f"{len(rows)} rows of tokens are no multiple of a batch of {batch}")
     model.eval()
     rewire(model, "standard")
     layers: Sequence[Any] = layers_of(model)
+    if isinstance(wiring, str):
+        wiring = Wiring.parse(wiring, len(layers))
     calls, streams = _calls(model, layers, rows.split(batch))
     places = [layer.place for layer in layers]
     rewire(model, wiring)
-    names = Wiring.parse(wiring, len(layers)).layers if isinstance(wiring, str) else wiring.layers
-    first = next((index for index, name in enumerate(names) if name != "standard"), len(layers))
+    first = next((index for index, name in enumerate(wiring.layers) if name != "standard"), len(layers))
     wired: list[Any] = list(streams)  # as the rewired layers hand them on
     for index, layer in enumerate(layers):
         if index < first:
@@ -156,7 +158,8 @@ def _watched(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, st
             keep(name, "reads", arguments[0] if arguments else named["hidden_states"])
 
         def adds(out: nn.Module, arguments: Any, y: Tensor, name: str = name) -> None:
-            at[name, "holds"] = arguments[0]
+            if until is not None:  # of the original nobody asks it, and it is wide
+                at[name, "holds"] = arguments[0]
             keep(name, "adds", y)
 
         handles.append(layer.get_submodule(name).register_forward_pre_hook(reads, with_kwargs=True))
