@@ -9,7 +9,8 @@ is layers and a way, as in half-distill:
             none: the original, trained as long
     way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
             other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
-            lora, side (a network beside the rewired model), fit (distill, from what `ladder fit` makes of --fit-tokens)
+            lora, side (a network beside the rewired model), fit and fitside (distill and side, from what `ladder fit`
+            makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
 perplexity, KL, agreement, tasks. An
@@ -50,8 +51,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "fit": {"staleness": 0.0},
     "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
+    "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
 }
-RATES = {"finetune": 3e-4, "side": 3e-3}  # elsewhere 1e-3
+RATES = {"finetune": 3e-4, "side": 3e-3, "fitside": 3e-3}  # elsewhere 1e-3
 LAYERS = ("half", "scanned", "all", "none")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -76,7 +78,7 @@ def main() -> None:
             if wiring != "standard":
                 asked.tell(f"rewired {wiring}", wiring, rewire(load(given.model), wiring))
     for arm in given.arm:
-        if arm.endswith("-fit"):
+        if is_fitted(arm):
             start, facts = asked.fitted(arm)
             asked.tell(start.name, asked.wiring(arm), load(start), **facts)
         out, facts = asked.trained(arm)
@@ -108,7 +110,8 @@ class Asked:
     def loaded(self, out: Path, arm: str) -> Any:
         if WAYS[arm.partition("-")[2]].get("method") != "side":
             return load(out)
-        return SideModel.load(out, rewire(load(self._given.model), self.wiring(arm))).to(DEVICE).eval()
+        backbone = load(self.fitted(arm)[0]) if is_fitted(arm) else rewire(load(self._given.model), self.wiring(arm))
+        return SideModel.load(out, backbone).to(DEVICE).eval()
 
     def fitted(self, arm: str) -> tuple[Path, dict[str, Any]]:
         """The folder of what an arm begins with, and how it was made."""
@@ -134,7 +137,7 @@ class Asked:
                 eval_every=10**9, save_every=10**9, weight_decay=0.01,
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
-            begun = {"start": self.fitted(arm)[0]} if way == "fit" else {}
+            begun = {"start": self.fitted(arm)[0]} if is_fitted(arm) else {}
             adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way], **begun), run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -168,6 +171,11 @@ class Asked:
                 found[f"{task}/{name}"] = round(value, 5)
             main.append(found.get(f"{task}/acc_norm", found[f"{task}/acc"]))
         return {**found, "tasks": round(sum(main) / len(main), 5)}
+
+
+def is_fitted(arm: str) -> bool:
+    """Whether it begins with what `ladder fit` makes."""
+    return arm.partition("-")[2].startswith("fit")
 
 
 def load(model: Path) -> Any:

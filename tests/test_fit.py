@@ -17,6 +17,7 @@ from ladder.adapt.distill import adapt
 from ladder.adapt.fit import fit
 from ladder.adapt.options import AdaptOptions, FitOptions
 from ladder.adapt.shards import Shards
+from ladder.adapt.side import SideModel
 from ladder.adapt.solve import solve
 from ladder.cli import main
 from ladder.errors import LadderError
@@ -230,6 +231,18 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
     assert asked["start"] == str(fitted) and "start" in asked["contents"]
 
 
+def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = training(data, 30, valid=data, eval_every=30, lr=1e-2)
+    found = adapt(AdaptOptions(str(model), out, start=fitted, method="side", reduction=1), run, silent)
+    text, original = Shards.open(data).read(0, 12 * WINDOW + 1), AutoModelForCausalLM.from_pretrained(model)
+    backbone = AutoModelForCausalLM.from_pretrained(fitted)
+    begun = distance(backbone, original, text, window=WINDOW).kl.value
+    ended = distance(SideModel.load(out, backbone), original, text, window=WINDOW).kl.value
+    assert found["eval_kl"] == pytest.approx(ended, rel=1e-4) and ended < begun
+    assert f'from_pretrained("{fitted}")' in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"wiring": "standard"}, "the wiring is standard, as the model is: there is nothing to fit"),
     ({"wiring": "rope"}, "unknown wiring 'rope'"),
@@ -264,7 +277,6 @@ def test_refused(changes: dict[str, Any], message: str, model: Path, data: Path,
     ({"start": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
     ({"start": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
     ({"start": "fitted", "staleness": 0.5}, "--start is of the wiring already, where --staleness ends: leave one out"),
-    ({"start": "fitted", "method": "side"}, "--method side leaves the original's weights as they are"),
 ])  # fmt: skip
 def test_adapt_refuses(
     changes: dict[str, Any], message: str, model: Path, data: Path, fitted: Path, tmp_path: Path

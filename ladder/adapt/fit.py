@@ -19,8 +19,8 @@ from ladder.hf.convert import check_new, new_folder
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance
 
-PER_INPUT = 64  # tokens for each unknown of an equation: with 20 they still learn the text by heart
-HELD_OUT = 8  # windows at the end of the data, to measure on
+PER_INPUT = 64  # tokens for each unknown of an equation
+MEASURED = 8  # windows, the last ones of the data
 
 
 def fit(options: FitOptions, progress: Progress) -> dict[str, Distance]:
@@ -72,17 +72,17 @@ def _widest(config: Any) -> int:
 def _rows(options: FitOptions, widest: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[rows, window] to fit on, a multiple of a batch, and the text to measure on."""
     shards = Shards.open(options.data)
-    windows = Windows(shards, options.window)
-    spare = min(HELD_OUT, len(windows) // 10)
+    windows = len(Windows(shards, options.window))
+    measured = min(MEASURED, windows // 10)
+    spare = max(measured, windows // 100)  # what ladder adapt evaluates on, if nothing else is named
     wanted = options.tokens or PER_INPUT * widest
-    most = (len(windows) - spare) // options.batch * options.batch
-    if not most or not spare:
+    most = (windows - spare) // options.batch * options.batch
+    if not most or not measured:
         raise LadderError(
             f"{options.data} has {shards.tokens} tokens: a batch of {options.batch} windows of {options.window} and a "
             "tenth to measure on are needed; give more data, or a smaller --batch or --window"
         )
     count = min(most, -(-wanted // (options.batch * options.window)) * options.batch)
     chosen = Spread(Windows(shards, options.window, limit=most), count)
-    start = (len(windows) - spare) * options.window
     rows = torch.stack([chosen[index]["input_ids"] for index in range(count)])
-    return rows, shards.read(start, spare * options.window)
+    return rows, shards.read((windows - measured) * options.window, measured * options.window)

@@ -111,7 +111,7 @@ class AdaptOptions:
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
     start: Path | None = option(
         None,
-        "Begin with these weights, of the same wiring: what `ladder fit` or a finished run left.",
+        "Begin with these weights, of the same wiring (side: stay with them): what `ladder fit` or a run left.",
     )
     staleness: float | None = option(
         None,
@@ -142,8 +142,6 @@ class AdaptOptions:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
         if self.start is not None and self.staleness:
             raise LadderError("--start is of the wiring already, where --staleness ends: leave one out")
-        if self.start is not None and self.method == "side":
-            raise LadderError("--method side leaves the original's weights as they are: leave out --start")
         if self.teacher_top < 0:
             raise LadderError(f"teacher-top must be 0 or more, not {self.teacher_top}")
         if self.teacher_top and not self.kl_weight:
