@@ -135,13 +135,13 @@ def test_equals_the_naive_way(wiring: str, lags: list[int], first: int) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_comes_nearer(name: str) -> None:
-    """On text that was not fitted to. Where a norm follows the projection, there is less to be gained."""
+    """On text that was not fitted to. Where a norm follows the projection, or little is added, less is to be gained."""
     model, text = host(name), drawn(12, seed=6).flatten()
     wiring = "ladder"
     rewired = rewire(copy.deepcopy(model), wiring)
     fitted = solve(copy.deepcopy(model), wiring, drawn(96), RIDGE)
     begun, ended = (distance(each, model, text, window=24).kl.value for each in (rewired, fitted))
-    assert ended < 0.9 * begun
+    assert ended < {"olmo2": 0.9, "gemma2": 0.8, "gemma3": 0.85, "granite": 0.85}.get(name, 0.75) * begun
     assert fitted.config.wiring == "ladder" and not model.config.to_dict().get("wiring")
 
 

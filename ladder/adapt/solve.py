@@ -121,7 +121,8 @@ def _fit_layer(
                 gap = (end - own) / scale
                 sums.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
             wide = _wide(out.weight)
-            out.weight.copy_(wide + sums.least(ridge).to(wide).mT)
+            move = sums.least(ridge).to(wide)
+            out.weight.copy_(wide + (move if isinstance(out, Conv1D) else move.mT))
     return [_stream(goal.end) for goal in wanted]
 
 

@@ -21,8 +21,9 @@ class Branch:
     after: tuple[str, ...] = ()  # what its output goes through, in order: norms, dropouts
     dropout: Callable[[Any], float] | None = None  # by the config: a dropout that is no child
     # the block's child that projects back to the stream's width, where what follows it treats every term of a sum alike
-    # (a norm does not), so that ranks can have shares of it: the n-th part of its inputs is the n-th rank's
+    # (a norm does not)
     out: str | None = None
+    divided: bool = True  # emulated ranks can have shares of it: the n-th part of its inputs is the n-th rank's
     # the block's parameters that the stream goes into first; those of them that it has
     reads: tuple[str, ...] = ()
 
@@ -43,7 +44,7 @@ class Family:
     @property
     def shareable(self) -> bool:
         """Whether emulated ranks can have shares of its sub-blocks."""
-        return self.attention.out is not None and self.mlp.out is not None
+        return all(branch.out is not None and branch.divided for branch in (self.attention, self.mlp))
 
 
 def family(model_type: str) -> Family:
@@ -109,14 +110,28 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _NORMS_ON_BOTH_SIDES,
     "gemma3_text": _NORMS_ON_BOTH_SIDES,
     "gpt2": Family(
-        Branch("attn", before=("ln_1",), reads=("c_attn.weight",)),
-        Branch("mlp", before=("ln_2",), reads=("c_fc.weight",)),
+        Branch("attn", before=("ln_1",), out="c_proj", divided=False, reads=("c_attn.weight",)),
+        Branch("mlp", before=("ln_2",), out="c_proj", divided=False, reads=("c_fc.weight",)),
         layers="h",
         refuses={"add_cross_attention": "a layer with cross-attention has three sub-blocks"},
     ),
     "gpt_neox": Family(
-        Branch("attention", before=("input_layernorm",), after=("post_attention_dropout",), reads=_FUSED),
-        Branch("mlp", before=("post_attention_layernorm",), after=("post_mlp_dropout",), reads=_WIDENED),
+        Branch(
+            "attention",
+            before=("input_layernorm",),
+            after=("post_attention_dropout",),
+            out="dense",
+            divided=False,
+            reads=_FUSED,
+        ),
+        Branch(
+            "mlp",
+            before=("post_attention_layernorm",),
+            after=("post_mlp_dropout",),
+            out="dense_4h_to_h",
+            divided=False,
+            reads=_WIDENED,
+        ),
         parallel=lambda config: bool(config.use_parallel_residual),
     ),
     "falcon": Family(
@@ -124,12 +139,16 @@ FAMILIES: dict[str, Family] = {
             "self_attention",
             before=("ln_attn", "input_layernorm"),
             dropout=lambda c: float(c.hidden_dropout if _falcon_is_parallel(c) else c.attention_dropout),
+            out="dense",
+            divided=False,
             reads=_FUSED,
         ),
         Branch(
             "mlp",
             before=("ln_mlp", "post_attention_layernorm", "input_layernorm"),
             dropout=lambda c: float(c.hidden_dropout),
+            out="dense_4h_to_h",
+            divided=False,
             reads=_WIDENED,
         ),
         layers="h",
@@ -137,8 +156,8 @@ FAMILIES: dict[str, Family] = {
         parallel=_falcon_is_parallel,
     ),
     "bloom": Family(
-        Branch("self_attention", before=("input_layernorm",), reads=_FUSED),
-        Branch("mlp", before=("post_attention_layernorm",), reads=_WIDENED),
+        Branch("self_attention", before=("input_layernorm",), out="dense", divided=False, reads=_FUSED),
+        Branch("mlp", before=("post_attention_layernorm",), out="dense_4h_to_h", divided=False, reads=_WIDENED),
         layers="h",
         adds=True,
         answers=True,
