@@ -20,7 +20,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    zero = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\0")[0][0]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=zero)  # so that texts can have an end
 
 
 def main(directory: Path, wiring: str = "standard") -> None:

@@ -123,7 +123,7 @@ class Asked:
             wish = FitOptions(str(given.model), out, self.wiring(arm), given.data, tokens=tokens, dtype="float32")
             fit(wish, lambda *_: None)
             taken.write_text(f"{time.time() - begin:.1f}")
-        return out, {"fit_tokens": tokens, "seconds": float(taken.read_text())}
+        return out, {"fit_tokens": tokens, **({"seconds": float(taken.read_text())} if taken.exists() else {})}
 
     def trained(self, arm: str) -> tuple[Path, dict[str, Any]]:
         """The folder of an arm's model, and how it was made."""

@@ -38,12 +38,13 @@ def main() -> None:
             )  # fmt: skip
             begin = time.time()
             found = fit(wish, lambda *_: None)
-        line: dict[str, Any] = {"model": given.model.name, "wiring": wiring, "tokens": tokens, "ridge": ridge}
+        line: dict[str, Any] = {"model": given.model.name, "wiring": wiring, "tokens": found.tokens, "ridge": ridge}
         line |= {"window": given.window, "seconds": round(time.time() - begin, 1)}
-        for name, far in found.items():
-            line |= {f"{name}_perplexity": far.perplexity.value}
-            line |= {} if name == "original" else {f"{name}_kl": far.kl.value, f"{name}_agreement": far.agreement.value}
-        line |= {"measured_on": found["fitted"].kl.n, **machine(torch.device(wish.place))}
+        line["original_perplexity"] = found.original
+        for name, far in (("rewired", found.rewired), ("fitted", found.fitted)):
+            line |= {f"{name}_perplexity": far.perplexity.value, f"{name}_kl": far.kl.value}
+            line |= {f"{name}_kl_stderr": far.kl.stderr, f"{name}_agreement": far.agreement.value}
+        line |= {"measured_on": found.fitted.kl.n, **machine(torch.device(wish.place))}
         print(json.dumps(line), flush=True)
 
 

@@ -301,7 +301,7 @@ def test_other_options_and_finished_runs(model: Path, data: Path, whole: Path) -
 
 
 @pytest.mark.parametrize("what, message", [
-    ("wired", "wired is wired already: adapt its original, or evaluate it"),
+    ("wired", "wired is wired already: name its original"),
     ("small", "tokens has a vocabulary of 300, .*small one of 200: run ladder data OUT FILE... --tokenizer .*small"),
     ("tokenizer", "tokens was tokenized with another tokenizer than .*tokenizer's: run ladder data OUT FILE..."),
     ("no tokenizer", "bare cannot be loaded"),

@@ -122,7 +122,7 @@ def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torc
             tokenizer.save_pretrained(folder)
             kind, learned = run.model.config.model_type, bool(options.kl_weight or options.hidden_weight)
             text = (
-                side_card(str(options.start or options.model), options.out.name, kind, wiring)
+                side_card(options.model, options.out.name, kind, wiring, options.start)
                 if options.method == "side"
                 else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, learned)
             )

@@ -115,7 +115,7 @@ class AdaptOptions:
     )
     staleness: float | None = option(
         None,
-        "Share of the steps in which staleness moves from 0 to 1; default: 0.5, with --start 0: the wiring at once.",
+        "Share of the steps in which staleness moves from 0 to 1; default: 0.5, with --start or side 0: at once.",
     )
     staleness_way: str = option("together", f"How it moves: {', '.join(WAYS)}.")
     ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
@@ -178,8 +178,8 @@ class FitOptions:
         check_types(self)
         for name, least in (("window", 2), ("batch", 1), *((("tokens", 1),) if self.tokens is not None else ())):
             _at_least(name, getattr(self, name), least)
-        if not 1e-9 <= self.ridge <= 1e3:
-            raise LadderError(f"ridge must be from 1e-09 to 1000, not {self.ridge}")
+        if not 1e-6 <= self.ridge <= 1e3:
+            raise LadderError(f"ridge must be from 1e-06 to 1000, not {self.ridge}")
         _known("dtype", self.dtype, ("auto", *DTYPES))
         _check_device(self.device)
 

@@ -14,7 +14,8 @@ from ladder.hf.load import pretrained
 from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
 
-_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_SAME = ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+_SAME += ["head_dim", "intermediate_size", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"]
 
 
 def read_original(model: str, pattern: str, window: int) -> tuple[Any, Wiring]:
@@ -24,9 +25,10 @@ def read_original(model: str, pattern: str, window: int) -> tuple[Any, Wiring]:
     refuse_settings(config)
     wiring = Wiring.parse(pattern, config.num_hidden_layers)
     if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
-        raise LadderError(f"{model} is wired already: adapt its original, or evaluate it")
-    if window > getattr(config, "max_position_embeddings", window):
-        raise LadderError(f"a window of {window} is more than the model's {config.max_position_embeddings}")
+        raise LadderError(f"{model} is wired already: name its original")
+    context = getattr(config, "max_position_embeddings", window)
+    if window > context:
+        raise LadderError(f"a window of {window} is more than the model's {context}: give a smaller --window")
     return config, wiring
 
 
@@ -34,12 +36,16 @@ def check_start(start: Path, config: Any, wiring: Wiring, ranks: int) -> None:
     """Refuse weights to begin with that are of another model or wiring."""
     if not start.is_dir():
         raise LadderError(f"no such folder: {start}; ladder fit makes one")
+    if not (start / "config.json").exists():
+        raise LadderError(f"{start} has no config.json: begin with a finished model, of ladder fit or ladder adapt")
     own = pretrained(AutoConfig, str(start))
-    for name in _SHAPE:
+    for name in _SAME:
         if (found := getattr(own, name, None)) != (wanted := getattr(config, name, None)):
             raise LadderError(f"{start} is of another model: its {name} is {found}, not {wanted}")
     held = wiring_of(vars(own), own.num_hidden_layers)
-    if held != wiring or ranks_of(vars(own)) != ranks:
+    if (found := ranks_of(vars(own))) != ranks:
+        raise LadderError(f"{start} is for {found} ranks, not {ranks}: begin with weights for the same number")
+    if held != wiring:
         raise LadderError(f"{start} is wired {str(held)!r}, not {str(wiring)!r}: begin with weights of the same wiring")
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,11 @@ class SideModel(nn.Module):
                 f"the side network in {folder} was trained beside {theirs.get('name')!r} ({both[0]}); the config of "
                 f"{ours['name']!r} ({both[1]}) is another: load it with its own backbone"
             )
+        if not _alike(theirs.get("sample"), ours["sample"]):
+            raise LadderError(
+                f"the side network in {folder} was trained beside {theirs.get('name')!r}, {ours['name']!r} has other "
+                "weights: load it with its own backbone"
+            )
         if not file.is_file():
             raise LadderError(f"no such file: {file}")
         if _sha256(file) != facts["weights"]:
@@ -235,14 +241,28 @@ def _final_norm(backbone: Any) -> nn.Module:
     raise LadderError(f"{type(backbone).__name__} has no final norm by the names {', '.join(_FINAL_NORMS)}")
 
 
-def _facts(backbone: Any) -> dict[str, str]:
-    """Who a backbone is; its function is all in its config, but for the weights."""
+def _facts(backbone: Any) -> dict[str, Any]:
+    """Who a backbone is: its config, and of its weights a sample."""
     raw = unlocked(json.loads(backbone.config.to_json_string()))
     wiring = wiring_of(raw, backbone.config.num_hidden_layers)
     kept = {key: value for key, value in raw.items() if key not in _NO_MATTER}
     text = json.dumps({**kept, "wiring": str(wiring), "ladder_layers": None}, sort_keys=True)
     found = {"name": str(backbone.name_or_path), "model_type": str(raw.get("model_type")), "wiring": str(wiring)}
-    return {**found, "config_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {**found, "config_sha256": hashlib.sha256(text.encode()).hexdigest(), "sample": _sample(backbone)}
+
+
+def _sample(backbone: Any) -> list[float]:
+    """The first number of every matrix in its layers."""
+    weights = (weight for layer in layers_of(backbone) for weight in layer.parameters() if weight.dim() > 1)
+    return [float(weight.detach().flatten()[0]) for weight in weights]
+
+
+def _alike(one: Any, other: list[float]) -> bool:
+    """But for the rounding of half precision; folders of before had no sample."""
+    if not isinstance(one, list):
+        return True
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(isclose(*pair, rel_tol=0.01, abs_tol=1e-6) for pair in pairs)
 
 
 def _sha256(file: Path) -> str:

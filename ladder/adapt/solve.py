@@ -1,7 +1,7 @@
 """Weights that make up for what a rewired layer no longer sees: solved for, not trained.
 
 A sub-block of the original reads n(t), the norm of its stream; rewired it reads n(s), a stream without its newest sums.
-Much of what is missing is a linear function of what is there, and that a weight can do:
+As far as what is missing is a linear function of what is there, a weight can make up for it:
 
     C  = argmin  sum | C n(s) - n(t) |^2  +  ridge | C - 1 |^2                every weight W that reads becomes W C
     W' = argmin  sum | W' h + s - t' |^2 / |t'|^2  +  ridge | W' - W |^2      W, the projection back to the stream
@@ -43,7 +43,7 @@ def solve(
     progress: Progress | None = None,
 ) -> Any:
     """Wire a model in place and fit its weights, which were trained as standard, on `rows`, [n, length] tokens; returns
-    it. `batch` rows at a time, of which there must be a multiple. Keeps about nine streams of all tokens beside the
+    it. `batch` rows at a time, of which there must be a multiple. Keeps about ten streams of all tokens beside the
     model, and a copy of one layer.
     """
     if len(rows) % batch or not len(rows):
@@ -103,15 +103,17 @@ def _fit_layer(
     original.place = standard
     wanted = [_watched(original, stream, call) for stream in streams]
     for branch in (family.attention, family.mlp):
-        if weights := _readers(layer, branch):
-            sums = _Sums()
-            for goal, stream in zip(wanted, wired, strict=True):
-                x = _watched(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
-                sums.add(x, _wide(goal.at[branch.block, "reads"]) - _wide(x))
-            move = sums.least(ridge)  # C = (1 + move) transposed
-            for weight, across in weights:
-                wide = _wide(weight)
-                weight.copy_(wide + (move.to(wide) @ wide if across else wide @ move.to(wide).mT))
+        if branch.out is not None and (branch.block, "adds") not in wanted[0].at:
+            raise LadderError(f"the model goes around its {branch.block}.{branch.out} (slow_but_exact?): turn that off")
+    for branch in (family.attention, family.mlp):
+        sums = _Sums()
+        for goal, stream in zip(wanted, wired, strict=True):
+            x = _watched(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
+            sums.add(x, _wide(goal.at[branch.block, "reads"]) - _wide(x))
+        move = sums.least(ridge)  # C = (1 + move) transposed
+        for weight, across in _readers(layer, branch):
+            wide = _wide(weight)
+            weight.copy_(wide + (move.to(wide) @ wide if across else wide @ move.to(wide).mT))
         if (out := _projection(layer, branch)) is not None:
             sums = _Sums()
             for goal, stream, before in zip(wanted, wired, streams, strict=True):
@@ -123,7 +125,7 @@ def _fit_layer(
             wide = _wide(out.weight)
             move = sums.least(ridge).to(wide)
             out.weight.copy_(wide + (move if isinstance(out, Conv1D) else move.mT))
-    return [_stream(goal.end) for goal in wanted]
+    return [goal.end for goal in wanted if goal.end is not None]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Seen:
     """What a layer did: what a block `reads`, what its output projection `holds` and what that `adds`."""
 
     at: dict[tuple[str, str], Tensor]
-    end: Any  # what the layer answered; None: it was stopped before
+    end: Tensor | None  # the stream behind the layer; None: it was stopped before
 
     def added(self, branch: Branch, attention: Branch) -> Tensor:
         """To the stream, up to and with this sub-block."""
@@ -171,7 +173,7 @@ def _watched(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, st
     finally:
         for handle in handles:
             handle.remove()
-    return _Seen(at, end)
+    return _Seen(at, None if end is None else _stream(end))
 
 
 def _until(pass_: Callable[[], Any]) -> Any:
@@ -201,6 +203,7 @@ def _readers(layer: WiredLayer, branch: Branch) -> list[tuple[nn.Parameter, bool
     for name, parameter in block.named_parameters():
         if name in branch.reads:
             found.append((parameter, isinstance(block.get_submodule(name.rpartition(".")[0]), Conv1D)))
+    assert found, f"{branch.block} has none of {branch.reads}"
     return found
 
 
@@ -229,9 +232,10 @@ class _Sums:
     def least(self, ridge: float) -> Tensor:
         """[inputs, outputs]: what x is to be multiplied with to be nearest to the gap."""
         assert self._square is not None and self._cross is not None
+        if not bool(self._square.isfinite().all() and self._cross.isfinite().all()):
+            raise LadderError("the model's streams are not finite: check its weights, or take a wider dtype")
         square = self._square + ridge * self._square.diagonal().mean() * torch.eye(len(self._square)).to(self._square)
         factor, bad = torch.linalg.cholesky_ex(square)
-        found = torch.cholesky_solve(self._cross, factor)
-        if bad or not bool(found.isfinite().all()):
-            raise LadderError("the model's streams are not finite: check its weights, or take a wider dtype")
-        return found
+        if bad:
+            raise LadderError("the equations have no one solution: give more --tokens, or a larger --ridge")
+        return torch.cholesky_solve(self._cross, factor)

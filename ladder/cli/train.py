@@ -10,16 +10,19 @@ from ladder.cli.verbs import steps_bar, verb
 
 @verb(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Fit a model's weights to another wiring by least squares, layer by layer: no training, a few minutes, most of the
-    damage gone. What is left is for ladder adapt --start.
+    """Fit a model's weights to another wiring by least squares, layer by layer: no training. What damage is left is for
+    ladder adapt --start.
     """
     from ladder.adapt.fit import fit
 
     with steps_bar("loading") as progress:
         found = fit(options, progress)
-    far = ", ".join(f"{name} {each.kl.value:.4g}" for name, each in found.items() if name != "original")
-    perplexities = ", ".join(f"{name} {each.perplexity.value:.4g}" for name, each in found.items())
-    typer.echo(f"wrote {options.out}: KL to the original: {far}; perplexity: {perplexities}")
+    far = [each.kl.value for each in (found.rewired, found.fitted)]
+    perplexed = [each.perplexity.value for each in (found.rewired, found.fitted)]
+    typer.echo(
+        f"wrote {options.out}, fitted on {found.tokens} tokens: KL to the original {far[0]:.4g} rewired, {far[1]:.4g} "
+        f"fitted; perplexity {found.original:.5g} original, {perplexed[0]:.5g} rewired, {perplexed[1]:.5g} fitted"
+    )
 
 
 @verb(AdaptOptions, TrainingOptions)

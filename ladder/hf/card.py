@@ -1,6 +1,7 @@
 """The model card of a converted checkpoint."""
 
 import re
+from pathlib import Path
 
 from ladder.wiring import Wiring
 
@@ -91,9 +92,9 @@ tags:
 
     {wiring}
 
-{layers} That gives back most of what rewiring takes, not all. It is where `ladder adapt {source} OUT --start {folder}`
-begins; measure it before use:
+{layers} {told}. Training goes on from here; measure it before use:
 
+    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --start {folder}
     ladder eval {source} {folder} --text book.txt --source {source}
 
 In transformers:
@@ -122,7 +123,7 @@ A side network for `{source}` under another wiring: the model's weights are not 
     from ladder.hf import rewire
     from transformers import AutoModelForCausalLM
 
-    backbone = rewire(AutoModelForCausalLM.from_pretrained("{source}"), "{wiring}")
+    backbone = rewire(AutoModelForCausalLM.from_pretrained("{backbone}"), "{wiring}")
     model = SideModel.load("{folder}", backbone)
 
 Made by `ladder adapt --method side`. Licence and terms are those of `{source}`.
@@ -158,14 +159,15 @@ def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: 
     return _filled(_ADAPTED.replace("{how}", how), source, folder, family, wiring, native)
 
 
-def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
-    """README.md for what was fitted from `source`."""
-    return _filled(_FITTED, source, folder, family, wiring, native)
+def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool, told: str) -> str:
+    """README.md for what was fitted from `source`; `told`: what it is worth."""
+    return _filled(_FITTED.replace("{told}", told), source, folder, family, wiring, native)
 
 
-def side_card(source: str, folder: str, family: str, wiring: Wiring) -> str:
-    """README.md for a network beside `source`."""
-    return _SIDE.format(source=source, folder=folder, family=family, wiring=wiring, base=_base(source))
+def side_card(source: str, folder: str, family: str, wiring: Wiring, start: Path | None = None) -> str:
+    """README.md for a network beside `source`, or beside `start`, which was made from it."""
+    place = {"source": source, "folder": folder, "family": family, "wiring": wiring, "backbone": start or source}
+    return _SIDE.format(**place, base=_base(source))
 
 
 def trained_card(folder: str, family: str, wiring: Wiring, tokens: int) -> str:
