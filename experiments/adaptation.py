@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float)
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--scan", type=Path)
     parser.add_argument("--fit-tokens", type=int, default=1 << 20)
     parser.add_argument("--quick", action="store_true", help="without the tasks")
@@ -129,12 +130,12 @@ class Asked:
         """The folder of an arm's model, and how it was made."""
         given, way = self._given, arm.partition("-")[2]
         rate = given.lr or RATES.get(way, 1e-3)
-        out = given.work / f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}"
+        out = given.work / f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}-{given.optimizer}"
         if not finished(out):
             begin = time.time()
             run = TrainingOptions(
                 data=given.data, valid=given.valid, tokens=given.tokens, batch=given.batch, lr=rate, warmup=0.05,
-                eval_every=10**9, save_every=10**9, weight_decay=0.01,
+                eval_every=10**9, save_every=10**9, weight_decay=0.01, optimizer=given.optimizer,
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
             begun = {"start": self.fitted(arm)[0]} if is_fitted(arm) else {}
@@ -142,7 +143,7 @@ class Asked:
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
-        facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, **WAYS[way]}
+        facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, "optimizer": given.optimizer, **WAYS[way]}
         facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
         if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
             facts["seconds"] = float(taken.read_text())

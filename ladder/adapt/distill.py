@@ -85,6 +85,8 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError(f"--ranks emulates ranks for --method full, not for {options.method}: leave one out")
     if options.method != "full" and training.fsdp:
         raise LadderError(f"--fsdp shards what --method full trains, {options.method} trains little: leave one out")
+    if options.method != "full" and training.optimizer == "muon":
+        raise LadderError(f"--optimizer muon is for --method full, not for {options.method}: leave one out")
     if options.method == "side" and training.recompute:
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
     if options.teacher_top >= config.vocab_size:

@@ -11,6 +11,7 @@ from ladder.errors import LadderError
 DTYPES = ("bfloat16", "float32")
 METHODS = ("full", "lora", "side")
 SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adamw", "muon")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class TrainingOptions:
     lr: float = option(1e-3, "Learning rate, at its peak.")
     warmup: float = option(0.02, "Share of the steps in which it grows from 0.")
     schedule: str = option("cosine", f"How it falls, to a tenth: {', '.join(SCHEDULES)}.")
-    weight_decay: float = option(0.1, "AdamW's.")
+    optimizer: str = option("adamw", "adamw, or muon: for the matrices, beside AdamW for the rest.")
+    weight_decay: float = option(0.1, "The optimizer's.")
     beta2: float = option(0.95, "AdamW's.")
     clip: float = option(1.0, "Largest norm of the gradient.")
     dtype: str = option("auto", "What is computed in: auto (bfloat16 on a GPU, else float32), bfloat16 or float32.")
@@ -61,6 +63,9 @@ class TrainingOptions:
         if not 0 <= self.seed < 2**32:
             raise LadderError(f"seed must be from 0 to 2^32 - 1, not {self.seed}")
         _known("schedule", self.schedule, SCHEDULES)
+        _known("optimizer", self.optimizer, OPTIMIZERS)
+        if self.optimizer == "muon" and self.fsdp:
+            raise LadderError("--optimizer muon needs whole matrices, which --fsdp takes apart: leave one out")
         _known("dtype", self.dtype, ("auto", *DTYPES))
         _known("compile", self.compile, ("auto", "yes", "no"))
         _check_device(self.device)

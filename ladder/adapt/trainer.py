@@ -19,6 +19,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ladder.adapt.flops import operations, peak
 from ladder.adapt.loss import Weights, apart, distance, next_tokens, piece
+from ladder.adapt.muon import Muon, groups
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
@@ -117,6 +118,16 @@ class Run(Trainer):  # type: ignore[misc]
             if self._options.precision == "bfloat16":
                 state.fsdp_plugin.set_mixed_precision("bf16")
             self.is_fsdp_enabled = True
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self._options.optimizer == "muon" and self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(self.model))
+            self.optimizer = Muon(
+                groups(self.model, decayed, self.args.weight_decay), lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2), eps=self.args.adam_epsilon,
+                fused=self.args.device.type == "cuda",
+            )  # fmt: skip
+        return super().create_optimizer(model)
 
     def go(self, checkpoint: Path | None) -> dict[str, float]:
         """Train to the end, from a checkpoint where there is one; returns the last evaluation."""
