@@ -24,7 +24,7 @@ class Muon(torch.optim.AdamW):
     """Groups with `matrices` are Muon's, each of one shape; the others AdamW's."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         every = self.param_groups
         for group in every:
             if group.get("matrices"):

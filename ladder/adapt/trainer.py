@@ -77,6 +77,8 @@ def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
 class Run(Trainer):  # type: ignore[misc]
     """One run. Without a teacher the model learns from the text alone."""
 
+    optimizer: Any
+
     def __init__(
         self,
         model: Any,
