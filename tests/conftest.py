@@ -1,6 +1,7 @@
 """What all tests share: one thread per rank, one server for processes, one world of emulated ranks per degree."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,8 @@ HEAVY = ("ladder.adapt.distill", "ladder.adapt.scratch", "peft", "tests.training
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a kernel is defined: before any test imports one
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell that starts us with & has Ctrl-C ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

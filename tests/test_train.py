@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import ladder.hf
 from ladder.adapt import folder as place
+from ladder.adapt import log as told
 from ladder.adapt import trainer as module
 from ladder.adapt.options import ScratchOptions, TrainingOptions
 from ladder.adapt.recipes import RECIPES, Recipe
@@ -137,8 +138,8 @@ def test_options_in_transformers_words(data: Path, tmp_path: Path) -> None:
 
 
 def test_share_of_the_peak(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "peak", lambda device: 1e9)
-    monkeypatch.setattr(module, "operations", lambda model, window: 3e4)
+    monkeypatch.setattr(told, "peak", lambda device: 1e9)
+    monkeypatch.setattr(told, "operations", lambda model, window: 3e4)
     train(ScratchOptions(tmp_path / "out", size="tiny"), training(data, 4), silent)
     found = [line for line in lines(tmp_path / "out") if "mfu" in line]
     assert len(found) == 2

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ladder.adapt import folder as place
+from ladder.adapt.log import Progress
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.original import check_start, read_original, read_tokenizer
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Present, Remembered, Teacher, remember
-from ladder.adapt.trainer import Progress
 from ladder.adapt.work import Data, Job, compile_layers, save, work
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError

@@ -59,6 +59,14 @@ class Muon(torch.optim.AdamW):
         return found
 
 
+def muon(model: Any, decayed: set[str], args: Any) -> Muon:
+    """For a model, by transformers' TrainingArguments."""
+    return Muon(
+        groups(model, decayed, args.weight_decay), lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon, fused=args.device.type == "cuda",
+    )  # fmt: skip
+
+
 def groups(model: Any, decayed: set[str], decay: float) -> list[dict[str, Any]]:
     """Of a model's weights: its matrices but embedding and head by their shape, the rest by whether it decays."""
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
 from ladder.adapt import folder as place
+from ladder.adapt.log import Progress
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import ScratchOptions, TrainingOptions
 from ladder.adapt.recipes import RECIPES, recipe
 from ladder.adapt.shards import Shards
-from ladder.adapt.trainer import Progress
 from ladder.adapt.work import Data, Job, save, work
 from ladder.config import ModelConfig
 from ladder.errors import LadderError

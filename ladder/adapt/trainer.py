@@ -1,11 +1,8 @@
 """transformers' Trainer, taught to distill, to move the staleness, and to leave nothing half written."""
 
-import json
 import math
 import os
 import shutil
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +14,9 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ladder.adapt.flops import operations, peak
+from ladder.adapt.log import Done, Log, Progress
 from ladder.adapt.loss import Weights, apart, distance, next_tokens, piece
-from ladder.adapt.muon import Muon, groups
+from ladder.adapt.muon import muon
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
@@ -28,7 +25,6 @@ from ladder.hf import restale
 
 COMPLETE = "complete"  # a file in a checkpoint that all ranks have written
 LEAST = 0.1  # of the learning rate, at the end
-Progress = Callable[[int, int, str], None]
 
 
 class Arguments(TrainingArguments):  # type: ignore[misc]
@@ -100,7 +96,7 @@ class Run(Trainer):  # type: ignore[misc]
             self.remove_callback(noise)
         self._work = torch.compile(piece, dynamic=False) if options.compiled else piece
         self._moving = moving
-        self.add_callback(_Log(self, Path(args.output_dir).parent / "log.jsonl", progress))
+        self.add_callback(Log(options, self.staleness, Path(args.output_dir).parent / "log.jsonl", progress))
         self.add_callback(_Staleness(self))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -124,16 +120,12 @@ class Run(Trainer):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         if self._options.optimizer == "muon" and self.optimizer is None:
             decayed = set(self.get_decay_parameter_names(self.model))
-            self.optimizer = Muon(
-                groups(self.model, decayed, self.args.weight_decay), lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2), eps=self.args.adam_epsilon,
-                fused=self.args.device.type == "cuda",
-            )  # fmt: skip
+            self.optimizer = muon(self.model, decayed, self.args)
         return super().create_optimizer(model)
 
     def go(self, checkpoint: Path | None) -> dict[str, float]:
         """Train to the end, from a checkpoint where there is one; returns the last evaluation."""
-        with suppress(_Done):
+        with suppress(Done):
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if self._moving:
             restale(self.model, 1.0)
@@ -256,65 +248,3 @@ class _Staleness(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._run.restale()
-
-
-class _Done(Exception):
-    """The checkpoint to go on from is that of the last step: Trainer would make one step more."""
-
-
-class _Log(TrainerCallback):  # type: ignore[misc]
-    """Every line in log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
-
-    def __init__(self, run: Run, file: Path, progress: Progress) -> None:
-        self._run, self._file, self._progress = run, file, progress
-        self._last, self._said = (0, 0.0), ""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        self._operations = operations(model, self._run._options.window)
-        self._peak = peak(args.device)
-        self._last = (state.global_step, time.perf_counter())
-        if args.should_save:
-            self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
-        if state.global_step >= state.max_steps:
-            raise _Done
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
-        line = state.log_history[-1]
-        if not math.isfinite(loss := line.get("loss", line.get("eval_loss", 0.0))):
-            raise LadderError(f"the loss is {loss} at step {state.global_step}: there is no model; try a smaller --lr")
-        line["tokens"] = state.global_step * self._run._options.batch * self._run._options.window
-        if "loss" in line:
-            line |= self._speed(state.global_step, args.world_size)
-            if (now := self._run.staleness()) is not None:
-                line["staleness"] = round(now, 4)
-        if args.should_save:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            self._said = _told(line)
-            self._progress(state.global_step, state.max_steps, self._said)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        control.should_log |= state.global_step >= state.max_steps
-        if args.should_save:
-            self._progress(state.global_step, state.max_steps, self._said)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        self._last = (state.global_step, time.perf_counter())  # what an evaluation takes is not training
-
-    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        self._last = (state.global_step, time.perf_counter())
-
-    def _speed(self, step: int, ranks: int) -> dict[str, float]:
-        before, self._last = self._last, (step, time.perf_counter())
-        seconds = max(1e-9, self._last[1] - before[1])
-        speed = (step - before[0]) * self._run._options.batch * self._run._options.window / seconds
-        more = {} if self._peak is None else {"mfu": round(speed * self._operations / (self._peak * ranks), 4)}
-        return {"tokens_per_s": round(speed, 1), **more}
-
-
-def _told(line: dict[str, Any]) -> str:
-    """A line of the log as a progress bar shows it."""
-    if "loss" not in line:
-        return f"valid {line['eval_loss']:.4f}" if "eval_loss" in line else ""
-    share = f", MFU {line['mfu']:.0%}" if "mfu" in line else ""
-    return f"loss {line['loss']:.4f}, {line['tokens_per_s'] / 1e3:.1f}k tokens/s{share}"

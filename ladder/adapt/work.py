@@ -10,12 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ladder.adapt import folder as place
+from ladder.adapt.log import Progress
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.shards import TOKENIZER, Shards, Spread, Windows
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
-from ladder.adapt.trainer import Progress, Run, arguments, complete
+from ladder.adapt.trainer import Run, arguments, complete
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
 from ladder.hf.wire import layers_of
