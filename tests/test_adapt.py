@@ -231,6 +231,28 @@ def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Pa
     assert log(outs[0]) == log(outs[1]) and same(weights(outs[0], name), weights(outs[1], name))
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_damaged_checkpoint(name: str, gone: bool, model: Path, data: Path, tmp_path: Path) -> None:
+    """Is refused before anything is loaded, and without it the run begins anew."""
+    options = (AdaptOptions(str(model), tmp_path / "out"), run_of(data, 8))
+    with pytest.raises(Stop):
+        adapt(*options, until(6))
+    (checkpoint,) = complete(tmp_path / "out/checkpoints")
+    whole = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(whole[: len(whole) // 2])
+    if gone:
+        (checkpoint / name).unlink()
+    held = 0 if gone else len(whole) // 2
+    with pytest.raises(
+        LadderError, match=f"{name} is damaged, {held} bytes of {len(whole)}: remove .*checkpoint-4, and"
+    ):
+        adapt(*options, silent)
+    shutil.rmtree(checkpoint)
+    adapt(*options, silent)
+    assert [step for step, _ in log(tmp_path / "out")] == [2, 4, 6, 8]
+
+
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_what_a_run_began_with_is_not_exchanged(what: str, model: Path, data: Path, tmp_path: Path) -> None:
     folders = {name: shutil.copytree(path, tmp_path / name) for name, path in (("data", data), ("model", model))}

@@ -1,5 +1,6 @@
 """transformers' Trainer, taught to distill, to move the staleness, and to leave nothing half written."""
 
+import json
 import math
 import os
 import shutil
@@ -23,7 +24,7 @@ from ladder.adapt.teacher import Teacher
 from ladder.errors import LadderError
 from ladder.hf import restale
 
-COMPLETE = "complete"  # a file in a checkpoint that all ranks have written
+COMPLETE = "complete"  # a file in a checkpoint that all ranks have written: the sizes of the others
 LEAST = 0.1  # of the learning rate, at the end
 
 
@@ -225,11 +226,14 @@ class Run(Trainer):  # type: ignore[misc]
         if self.args.should_save:
             folder = Path(self.args.output_dir)
             newest = folder / f"checkpoint-{self.state.global_step}"
-            for written in [path for path in newest.rglob("*") if path.is_file()]:
-                with written.open("rb") as file:
+            written = {str(path.relative_to(newest)): path for path in newest.rglob("*") if path.is_file()}
+            for path in written.values():
+                with path.open("rb") as file:
                     os.fsync(file.fileno())
-            with (newest / COMPLETE).open("w") as file:
-                os.fsync(file.fileno())
+            with (newest / COMPLETE).open("w", encoding="utf-8") as told:
+                json.dump({name: path.stat().st_size for name, path in written.items()}, told)
+                told.flush()
+                os.fsync(told.fileno())
             for old in complete(folder)[: -self._options.keep]:
                 shutil.rmtree(old)
 
@@ -238,6 +242,20 @@ def complete(folder: Path) -> list[Path]:
     """The checkpoints that can be gone on from, oldest first."""
     found = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint to go on from. One that something happened to is refused, lest a run begins anew unasked."""
+    if not (found := complete(folder)):
+        return None
+    for name, size in json.loads((found[-1] / COMPLETE).read_text(encoding="utf-8") or "{}").items():
+        file = found[-1] / name
+        if (held := file.stat().st_size if file.exists() else 0) != size:
+            raise LadderError(
+                f"{file} is damaged, {held} bytes of {size}: remove {found[-1]}, and the run goes on from the "
+                "checkpoint before it, or begins anew"
+            )
+    return found[-1]
 
 
 class _Staleness(TrainerCallback):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from ladder.adapt.options import TrainingOptions
 from ladder.adapt.shards import TOKENIZER, Shards, Spread, Windows
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
-from ladder.adapt.trainer import Run, arguments, complete
+from ladder.adapt.trainer import Run, arguments, newest
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
 from ladder.hf.wire import layers_of
@@ -86,6 +86,7 @@ def work(
     """
     with quiet(), _forms(64) if options.compiled else nullcontext():
         args = arguments(options, out / place.CHECKPOINTS)
+        checkpoint = newest(out / place.CHECKPOINTS)
         data = Data.open(options, args.world_size)
         job = make(data, args)
         args.distributed_state.wait_for_everyone()  # until then the others look at what is in `out`
@@ -97,8 +98,7 @@ def work(
         if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
             compile_layers(getattr(job.model, "network", _inner(job.model)))
         run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.moving, progress)
-        found = complete(out / place.CHECKPOINTS)
-        last = run.go(found[-1] if found else None)
+        last = run.go(checkpoint)
         final = out / place.FINAL
         job.finish(run, final)
         run.accelerator.wait_for_everyone()
