@@ -13,9 +13,8 @@ is layers and a way, as in half-distill:
             makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
-perplexity, KL, agreement, tasks. An
-arm that is in WORK already is only measured, and what is measured there is not measured again: keep one WORK for one
-MODEL, VALID and TASKS.
+perplexity, KL, agreement, tasks. An arm that is in WORK already is only measured, and what is measured there is not
+measured again: keep one WORK for one MODEL, DATA, VALID and TASKS.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from experiments.choices import scores
 from ladder.adapt.distill import adapt
 from ladder.adapt.fit import fit
 from ladder.adapt.folder import finished
-from ladder.adapt.options import AdaptOptions, FitOptions, TrainingOptions
+from ladder.adapt.options import OPTIMIZERS, AdaptOptions, FitOptions, TrainingOptions
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideModel
 from ladder.bench.machine import machine
@@ -66,12 +65,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     parser.add_argument("--scan", type=Path)
     parser.add_argument("--fit-tokens", type=int, default=1 << 20)
     parser.add_argument("--quick", action="store_true", help="without the tasks")
     parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
+    others = [arm for arm in given.arm if "method" in WAYS[arm.partition("-")[2]]]
+    if given.optimizer == "muon" and others:
+        parser.error(f"--optimizer muon trains all weights, and {' '.join(others)} do not")
     asked = Asked(given)
     if not given.alone:
         asked.tell("original", "standard", load(given.model))
@@ -130,7 +132,8 @@ class Asked:
         """The folder of an arm's model, and how it was made."""
         given, way = self._given, arm.partition("-")[2]
         rate = given.lr or RATES.get(way, 1e-3)
-        out = given.work / f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}-{given.optimizer}"
+        name = f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}-{given.optimizer}"
+        out = given.work / (f"{name}-{given.fit_tokens}" if is_fitted(arm) else name)
         if not finished(out):
             begin = time.time()
             run = TrainingOptions(
@@ -144,6 +147,7 @@ class Asked:
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, "optimizer": given.optimizer, **WAYS[way]}
+        facts |= {"fit_tokens": given.fit_tokens} if is_fitted(arm) else {}
         facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
         if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
             facts["seconds"] = float(taken.read_text())

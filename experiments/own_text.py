@@ -31,7 +31,8 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16).to(device).eval()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which a CPU is slow in
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device).eval()
     tokenizer, shards = AutoTokenizer.from_pretrained(given.model), Shards.open(given.data)
     first = tokenizer.get_vocab().get(given.begin)
     if first is None or given.rows < 2:

@@ -231,26 +231,45 @@ def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Pa
     assert log(outs[0]) == log(outs[1]) and same(weights(outs[0], name), weights(outs[1], name))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
-@pytest.mark.parametrize("gone", [True, False])
-def test_a_damaged_checkpoint(name: str, gone: bool, model: Path, data: Path, tmp_path: Path) -> None:
-    """Is refused before anything is loaded, and without it the run begins anew."""
+@pytest.mark.parametrize("name, damage, how", [
+    ("model.safetensors", b"half", r"model.safetensors has 4 bytes of \d+"),
+    ("optimizer.pt", None, r"optimizer.pt has 0 bytes of \d+"),
+    ("complete", b"{", "complete cannot be read"), ("complete", b"\0" * 8, "complete cannot be read"),
+    ("complete", b"\xff", "complete cannot be read"), ("complete", b'{"optimizer.pt": "x"}', "complete cannot be read"),
+])  # fmt: skip
+def test_a_damaged_checkpoint(
+    name: str, damage: bytes | None, how: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused before a model is loaded, and without it the run goes on from the one before it."""
+    options = (AdaptOptions(str(model), tmp_path / "out"), run_of(data, 8, save_every=2, keep=2))
+    with pytest.raises(Stop):
+        adapt(*options, until(6))
+    before, checkpoint = complete(tmp_path / "out/checkpoints")
+    (checkpoint / name).unlink()
+    if damage is not None:
+        (checkpoint / name).write_bytes(damage)
+    with monkeypatch.context() as patch, pytest.raises(LadderError, match=f"checkpoint-4 is damaged, {how}: remove it"):
+        patch.setattr(module, "rewire", None)
+        adapt(*options, silent)
+    shutil.rmtree(checkpoint)
+    (before / "complete").write_bytes(b"")  # as it was before sizes were written down
+    begun = []
+    adapt(*options, lambda done, total, what: begun.append(done))
+    assert begun[0] == 3 and [step for step, _ in log(tmp_path / "out")] == [2, 4, 6, 8]
+
+
+def test_a_run_from_before_there_was_an_option_is_continued(model: Path, data: Path, tmp_path: Path) -> None:
     options = (AdaptOptions(str(model), tmp_path / "out"), run_of(data, 8))
     with pytest.raises(Stop):
         adapt(*options, until(6))
-    (checkpoint,) = complete(tmp_path / "out/checkpoints")
-    whole = (checkpoint / name).read_bytes()
-    (checkpoint / name).write_bytes(whole[: len(whole) // 2])
-    if gone:
-        (checkpoint / name).unlink()
-    held = 0 if gone else len(whole) // 2
-    with pytest.raises(
-        LadderError, match=f"{name} is damaged, {held} bytes of {len(whole)}: remove .*checkpoint-4, and"
-    ):
-        adapt(*options, silent)
-    shutil.rmtree(checkpoint)
+    file = tmp_path / "out/run.json"
+    asked = json.loads(file.read_text())
+    assert asked.pop("optimizer") == "adamw"
+    file.write_text(json.dumps(asked))
+    with pytest.raises(LadderError, match="out is a run with optimizer adamw, not muon"):
+        adapt(options[0], replace(options[1], optimizer="muon"), silent)
     adapt(*options, silent)
-    assert [step for step, _ in log(tmp_path / "out")] == [2, 4, 6, 8]
+    assert (tmp_path / "out/config.json").exists()
 
 
 @pytest.mark.parametrize("what", ["data", "model"])

@@ -1,4 +1,4 @@
-"""Muon: its steps against a naive loop in float64 and against torch's own, whose weights they are, and runs with it."""
+"""Muon: its steps against singular values in float64 and against torch's own, which weights it takes, runs with it."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
+from ladder.adapt import muon as module
 from ladder.adapt.distill import adapt
-from ladder.adapt.muon import LIKE_ADAMW, MOMENTUM, NEWTON_SCHULZ, STEPS, Muon, groups
-from ladder.adapt.options import AdaptOptions, TrainingOptions
+from ladder.adapt.muon import MOMENTUM, NEWTON_SCHULZ, SIZE, STEPS, Muon, groups, muon
+from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.adapt.scratch import train
+from ladder.adapt.trainer import arguments
 from ladder.errors import LadderError
 from tests import training as tiny
 from tests.training import Stop, log, same, silent, training, until, weights
@@ -44,7 +47,7 @@ def naive(weight: Tensor, slopes: list[Tensor]) -> Tensor:
         for _ in range(STEPS):
             values = a * values + b * values**3 + c * values**5
         turned = left @ torch.diag(values) @ right
-        weight = (1 - RATE * DECAY) * weight - RATE * LIKE_ADAMW * max(weight.shape) ** 0.5 * turned
+        weight = (1 - RATE * DECAY) * weight - RATE * SIZE * max(weight.shape) ** 0.5 * turned
     return weight
 
 
@@ -79,6 +82,51 @@ def test_the_rest_is_adamws() -> None:
     assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("at_once", [1, 60, 1 << 28])
+def test_how_many_at_a_time_changes_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do weights without a gradient, among others or alone."""
+    first, slopes = steps((5, 6), torch.float64)
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    own = [torch.nn.Parameter(weight.clone()) for weight in [*first, *first]]
+    bare = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = Muon([{"params": own, "matrices": True, "weight_decay": DECAY}, {"params": [bare], "matrices": True}])
+    for group in optimizer.param_groups:
+        group["lr"] = RATE
+    moved(optimizer, own[:2], slopes)  # type: ignore[arg-type]
+    for at in range(2):
+        torch.testing.assert_close(own[at].detach(), naive(first[at], [step[at] for step in slopes]))
+        assert torch.equal(own[2 + at], first[at])
+    assert torch.equal(bare, torch.ones(2, 3))
+
+
+def test_who_saw_nothing_stays() -> None:
+    """An expert without tokens has a gradient of zero, and a mean of what it once had, which orth would make large."""
+    first, slopes = steps((3, 4, 5), torch.float64, 2)
+    own = [torch.nn.Parameter(weight.clone()) for weight in first]
+    optimizer = Muon([{"params": own, "matrices": True, "weight_decay": 0.0}], lr=RATE)
+    moved(optimizer, own, slopes[:1])  # type: ignore[arg-type]
+    before = own[0].detach().clone()
+    slopes[1][0][1] = 0
+    moved(optimizer, own, slopes[1:])  # type: ignore[arg-type]
+    stayed = [torch.equal(own[0][expert], before[expert]) for expert in range(3)]
+    assert stayed == [False, True, False]
+
+
+def test_a_closure_comes_first() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = Muon([{"params": [weight], "matrices": True, "weight_decay": 0.0}], lr=RATE)
+
+    def closure() -> Tensor:
+        loss = (weight * torch.arange(6.0).reshape(2, 3)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert optimizer.step(closure) == 15.0 and not torch.equal(weight, torch.ones(2, 3))
+
+
+# --- whose weights --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_which_weights_are_matrices(tied: bool) -> None:
     """Every one of layers, experts too; neither embedding nor head, nor what has one dimension; and each once."""
@@ -100,6 +148,30 @@ def test_which_weights_are_matrices(tied: bool) -> None:
         assert group["weight_decay"] == (0.0 if bare else DECAY)
 
 
+def test_positions_are_an_embedding_and_frozen_weights_nobodys() -> None:
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=16, vocab_size=40))
+    model.transformer.h[0].mlp.requires_grad_(False)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    found = groups(model, set(), DECAY)
+    turned = {names[id(weight)] for group in found if group["matrices"] for weight in group["params"]}
+    assert turned == {"transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.c_proj.weight"}
+    assert not any("mlp" in names[id(weight)] for group in found for weight in group["params"])
+
+
+def test_by_the_arguments_of_transformers(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny.config())
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    args = arguments(training(tmp_path, 8, lr=0.5, beta2=0.75, weight_decay=0.25, optimizer="muon"), tmp_path)
+    found = muon(model, {name for name in names.values() if "norm" not in name}, args)
+    for group in found.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.9, 0.75), args.adam_epsilon)
+        bare = all("norm" in names[id(weight)] for weight in group["params"])
+        assert group["weight_decay"] == (0.0 if bare else 0.25)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
 def test_a_run_with_it_is_another_and_is_continued_to_the_last_digit(tmp_path: Path) -> None:
     data = tiny.tokens(tmp_path / "tokens")
     model = tiny.model(tmp_path / "model", data)
@@ -112,11 +184,25 @@ def test_a_run_with_it_is_another_and_is_continued_to_the_last_digit(tmp_path: P
         return training(data, 8, **{"valid": data, "eval_every": 4, "lr": 1e-2, "optimizer": "muon", **changes})
 
     whole, other = run("whole"), run("adamw", optimizer="adamw")
-    assert log(whole) != log(other)
+    assert log(whole) != log(other) and log(whole) != log(run("decayed", weight_decay=5.0))
     with pytest.raises(Stop):
         run("parts", until(6))
     parts = run("parts")
     assert log(whole) == log(parts) and same(weights(whole), weights(parts))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, ranks want one each")
+def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
+    data = tiny.tokens(tmp_path / "tokens")
+    run = training(data, 8, valid=data, optimizer="muon")
+    train(ScratchOptions(tmp_path / "one", size="tiny"), run, silent)
+    assert tiny.end(tiny.start("train", ScratchOptions(tmp_path / "two", size="tiny"), run, ranks=2)) == [0, 0]
+    for key in ("loss", "eval_loss", "grad_norm"):
+        found, wanted = log(tmp_path / "two", key), log(tmp_path / "one", key)
+        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], abs=1e-5)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        assert (one[name] - two[name]).abs().max() < 1e-4 * one[name].abs().max(), name
 
 
 @pytest.mark.parametrize("method", ["lora", "side"])

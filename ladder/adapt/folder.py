@@ -11,16 +11,23 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
 CONTENTS, _EDGE = "contents", 1 << 16
 _FREE = {"keep", "out"}  # what may change from one start to the next
+_DEFAULTS = {  # what a run said nothing of that was begun before there was such an option
+    entry.name: entry.default
+    for kind in (TrainingOptions, AdaptOptions, ScratchOptions)
+    for entry in fields(kind)
+    if entry.default is not MISSING
+}
 
 
 def asked(*options: Any, **folders: Path | None) -> dict[str, Any]:
@@ -58,11 +65,9 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
         if before.get(CONTENTS, {}).get(name) != value:
             raise LadderError(f"{wanted[name]} is not what it was when {out} was begun: name a new folder")
     for name, value in json.loads(json.dumps(wanted)).items():
-        if name != CONTENTS and before.get(name) != value:
+        if name != CONTENTS and (was := before.get(name, _DEFAULTS.get(name))) != value:
             flag = name.replace("_", "-")
-            raise LadderError(
-                f"{out} is a run with {flag} {before.get(name)}, not {value}: give the same, or name a new folder"
-            )
+            raise LadderError(f"{out} is a run with {flag} {was}, not {value}: give the same, or name a new folder")
 
 
 def finished(out: Path) -> bool:
@@ -86,6 +91,10 @@ def finish(out: Path) -> None:
 
 
 def write(file: Path, text: str) -> None:
+    """All of it, or what was there before."""
     partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
     os.replace(partial, file)

@@ -1,4 +1,4 @@
-"""What a run tells: every line in log.jsonl, and its progress."""
+"""What a run tells: every line in log.jsonl, and its progress; and that there is nothing left to do."""
 
 import json
 import math

@@ -1,23 +1,25 @@
 """Muon: every matrix takes a step of the same size in all of its directions (Jordan et al. 2024), and that size is
 AdamW's, so that one learning rate does for both (Liu et al., arXiv 2502.16982). What is no matrix stays with AdamW.
 
-    m <- 0.95 m + 0.05 g,    u = 0.95 m + 0.05 g
-    W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) orth(u),    orth(U S V^T) = U V^T, nearly
+    m <- b m + (1 - b) g,    u = b m + (1 - b) g
+    W <- (1 - lr decay) W - lr size sqrt(max(rows, columns)) orth(u),    orth(U S V^T) = U V^T, nearly
 
-A model has many matrices of few shapes. Those of a shape take their step together: torch.optim.Muon takes one after
-the other, and for a small model that launches kernels for longer than the layers compute.
+A model has many matrices of few shapes. Those of a shape take their step together, where torch.optim.Muon takes one
+after the other and launches some twenty kernels for each. A matrix whose gradient is zero, such as that of an expert
+who saw no token, takes none: orth forgets how small its mean has become.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-MOMENTUM = 0.95
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values to about 1 in five steps
-STEPS = 5
-LIKE_ADAMW = 0.2  # the root mean square of what AdamW moves a weight by, in learning rates
+MOMENTUM = 0.95  # b
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values come near 1
+STEPS = 5  # of Newton and Schulz
+SIZE = 0.2  # the root mean square of what AdamW moves a weight by, in learning rates
+AT_ONCE = 1 << 28  # weights, at most, that take their step together: some gigabytes beside the model
 
 
 class Muon(torch.optim.AdamW):
@@ -25,36 +27,38 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         every = self.param_groups
         for group in every:
             if group.get("matrices"):
-                self._turn(group)
+                for weights in _pieces([weight for weight in group["params"] if weight.grad is not None]):
+                    self._turn(weights, group["lr"], group["weight_decay"])
         self.param_groups = [group for group in every if not group.get("matrices")]
         try:
-            return super().step(closure)
+            super().step()
         finally:
             self.param_groups = every
+        return loss
 
-    def _turn(self, group: dict[str, Any]) -> None:
-        moved = [weight for weight in group["params"] if weight.grad is not None]
-        if not moved:
-            return
-        slopes = [weight.grad for weight in moved]
-        means = [self._mean(weight) for weight in moved]
+    def _turn(self, weights: list[Tensor], rate: float, decay: float) -> None:
+        slopes: list[Any] = [weight.grad for weight in weights]
+        means = [self._mean(weight) for weight in weights]
         torch._foreach_lerp_(means, slopes, 1 - MOMENTUM)
-        ahead = torch._foreach_lerp(slopes, means, MOMENTUM)
-        turned = orthogonal(torch.stack(ahead))
-        size = LIKE_ADAMW * max(moved[0].shape[-2:]) ** 0.5
-        torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(moved, list(turned.to(moved[0].dtype)), alpha=-group["lr"] * size)
+        kind = torch.bfloat16 if weights[0].is_cuda else weights[0].dtype
+        ahead = torch.stack([slope.lerp(mean, MOMENTUM).to(kind) for slope, mean in zip(slopes, means, strict=True)])
+        seen = torch.stack([slope.abs().amax((-2, -1), keepdim=True) > 0 for slope in slopes])
+        turned = torch.where(seen, orthogonal(ahead), 0).to(weights[0].dtype)
+        torch._foreach_mul_(weights, 1 - rate * decay)
+        torch._foreach_add_(weights, list(turned), alpha=-rate * SIZE * max(weights[0].shape[-2:]) ** 0.5)
 
     def _mean(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         if not state:
-            state |= {
-                "step": torch.zeros(()),
-                "momentum": torch.zeros_like(weight),
-            }  # AdamW asks every state for a step
+            state["step"] = torch.zeros(())  # which AdamW asks every state for
+            state["momentum"] = torch.zeros_like(weight)
         found: Tensor = state["momentum"]
         return found
 
@@ -68,28 +72,35 @@ def muon(model: Any, decayed: set[str], args: Any) -> Muon:
 
 
 def groups(model: Any, decayed: set[str], decay: float) -> list[dict[str, Any]]:
-    """Of a model's weights: its matrices but embedding and head by their shape, the rest by whether it decays."""
-    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    """Of a model's weights: its matrices but embeddings and head by their shape, the rest by whether it decays."""
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ids = {id(end.weight) for end in (*ends, model.get_output_embeddings()) if end is not None}
     found: dict[tuple[Any, ...], list[Tensor]] = {}
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            matrix = weight.ndim > 1 and id(weight) not in ends
-            key = (tuple(weight.shape) if matrix else (), name in decayed)
+            matrix = weight.ndim > 1 and id(weight) not in ids
+            key = (matrix, weight.shape if matrix else (), name in decayed, weight.device, weight.dtype)
             found.setdefault(key, []).append(weight)
     return [
-        {"params": weights, "matrices": bool(shape), "weight_decay": decay if decays else 0.0}
-        for (shape, decays), weights in found.items()
+        {"params": weights, "matrices": matrix, "weight_decay": decay if decays else 0.0}
+        for (matrix, _, decays, *_), weights in found.items()
     ]
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """[..., rows, columns] -> the nearest matrices whose singular values are all 1, about; on a GPU in bfloat16."""
+    """[..., rows, columns] -> the nearest matrices whose singular values are all 1, about."""
     a, b, c = NEWTON_SCHULZ
     tall = x.shape[-2] > x.shape[-1]
-    x = x.to(torch.bfloat16) if x.is_cuda else x
     x = x.mT if tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x
+
+
+def _pieces(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """All of one shape: as many at a time as may be."""
+    count = max(1, AT_ONCE // weights[0].numel()) if weights else 1
+    for at in range(0, len(weights), count):
+        yield weights[at : at + count]

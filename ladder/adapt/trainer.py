@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from ladder.adapt import folder as place
 from ladder.adapt.log import Done, Log, Progress
 from ladder.adapt.loss import Weights, apart, distance, next_tokens, piece
 from ladder.adapt.muon import muon
@@ -224,17 +225,14 @@ class Run(Trainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            folder = Path(self.args.output_dir)
-            newest = folder / f"checkpoint-{self.state.global_step}"
-            written = {str(path.relative_to(newest)): path for path in newest.rglob("*") if path.is_file()}
+            every = Path(self.args.output_dir)
+            folder = every / f"checkpoint-{self.state.global_step}"
+            written = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
             for path in written.values():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-            with (newest / COMPLETE).open("w", encoding="utf-8") as told:
-                json.dump({name: path.stat().st_size for name, path in written.items()}, told)
-                told.flush()
-                os.fsync(told.fileno())
-            for old in complete(folder)[: -self._options.keep]:
+            place.write(folder / COMPLETE, json.dumps({name: path.stat().st_size for name, path in written.items()}))
+            for old in complete(every)[: -self._options.keep]:
                 shutil.rmtree(old)
 
 
@@ -248,14 +246,28 @@ def newest(folder: Path) -> Path | None:
     """The checkpoint to go on from. One that something happened to is refused, lest a run begins anew unasked."""
     if not (found := complete(folder)):
         return None
-    for name, size in json.loads((found[-1] / COMPLETE).read_text(encoding="utf-8") or "{}").items():
+    for name, size in _sizes(found[-1]).items():
         file = found[-1] / name
         if (held := file.stat().st_size if file.exists() else 0) != size:
-            raise LadderError(
-                f"{file} is damaged, {held} bytes of {size}: remove {found[-1]}, and the run goes on from the "
-                "checkpoint before it, or begins anew"
-            )
+            raise _damaged(found[-1], f"{name} has {held} bytes of {size}")
     return found[-1]
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Of a checkpoint's files; of one from before they were written down none."""
+    try:
+        found = json.loads((checkpoint / COMPLETE).read_bytes().decode() or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(type(size) is int for size in found.values()):
+        raise _damaged(checkpoint, f"{COMPLETE} cannot be read")
+    return found
+
+
+def _damaged(checkpoint: Path, how: str) -> LadderError:
+    return LadderError(
+        f"{checkpoint} is damaged, {how}: remove it, and the run goes on from the one before it, or begins anew"
+    )
 
 
 class _Staleness(TrainerCallback):  # type: ignore[misc]
