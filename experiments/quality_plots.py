@@ -15,6 +15,7 @@ from ladder.bench.lanes import plotting
 from ladder.bench.report.arms import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
+SAID = {"fit": "fitted, distilled", "distill": "distilled", "schedule": "distilled, staleness moves"}
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888"}
 
 
@@ -60,28 +61,32 @@ def scratch(pyplot: Any) -> Any:
 
 
 def adaptation(pyplot: Any) -> Any:
-    """A bar each, the KL on a logarithmic axis; the perplexity beside it."""
+    """A point each, the KL on a logarithmic axis; the perplexity beside it."""
     rows = [line for line in lines("adaptation_h200.jsonl") if line["arm"] != "original"]
-    rows.sort(key=lambda line: -line["kl"])
-    figure, axis = pyplot.subplots(figsize=(9, 0.6 + 0.32 * len(rows)), layout="constrained")
-    names = [told(line) for line in rows]
-    axis.barh(range(len(rows)), [line["kl"] for line in rows], color="#0072b2")
-    axis.set_yticks(range(len(rows)), names)
+    rows.sort(key=lambda line: (line["wiring"] == "ladder", -line["kl"]))
+    figure, axis = pyplot.subplots(figsize=(9, 0.8 + 0.32 * len(rows)), layout="constrained")
+    colours = ["#d55e00" if line["wiring"] == "ladder" else "#0072b2" for line in rows]
+    axis.scatter([line["kl"] for line in rows], range(len(rows)), color=colours, zorder=2)
+    axis.set_yticks(range(len(rows)), [told(line) for line in rows])
     for at, line in enumerate(rows):
-        axis.text(line["kl"], at, f"  perplexity {line['valid_perplexity']:,.1f}", va="center", fontsize=9)
+        text = f"perplexity {line['valid_perplexity']:,.1f}"
+        axis.annotate(text, (line["kl"], at), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    axis.grid(axis="y", color="#dddddd", linewidth=0.6)
     axis.set_xscale("log")
-    axis.set_xlim(right=3 * max(line["kl"] for line in rows))
+    axis.set_xlim(right=4 * max(line["kl"] for line in rows))
     axis.set_xlabel("KL to the original, nats per token of held-out text")
     return figure
 
 
 def told(line: dict[str, Any]) -> str:
     """What an arm is, with its tokens."""
-    if line["arm"].startswith(("rewired", "fitted")):
-        layers = "all" if line["wiring"] == "ladder" else line["wiring"]
-        return f"{layers}, {line['arm'].partition(' ')[0]}"
-    layers, way, *_ = line["arm"].split("-")
-    return f"{layers}, {way}, {line['tokens'] / 1e6:g} M tokens"
+    layers = {"ladder": "all", "standard:15 ladder:15": "last half"}.get(line["wiring"], "chosen half")
+    if line["arm"].startswith("rewired"):
+        return f"{layers}: rewired"
+    if line["arm"].startswith("fitted"):
+        return f"{layers}: fitted, {line['fit_tokens']:,} tokens"
+    way = line["arm"].split("-")[1]
+    return f"{layers}: {SAID.get(way, way)}, {line['tokens'] / 1e6:g} M tokens"
 
 
 def latency(pyplot: Any) -> Any:
