@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ladder.hf.wire import inside
 from ladder.perf.chips import Chip
 
 
@@ -12,7 +13,7 @@ def operations(model: Any, window: int) -> float:
     for the gradient of what went in and, where the weight is trained, for its own; and attention over the half of the
     window that a token sees. A side network is reached by gradients through the model's head alone.
     """
-    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own = inside(model)
     beside = hasattr(model, "backbone")
     embedding, head, config = own.get_input_embeddings(), own.get_output_embeddings(), own.config
     weights = {id(weight): (name, weight) for part in (own, model) for name, weight in part.named_parameters()}

@@ -29,7 +29,7 @@ from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import show
 from ladder.hf.measures import Estimate, checked_window
-from ladder.hf.wire import layers_of, refuse_settings, wire_layers
+from ladder.hf.wire import inside, layers_of, refuse_settings, wire_layers
 from ladder.wiring import Out, Wiring, canonical
 from ladder.wiring import row as row_of
 
@@ -146,7 +146,7 @@ class _Probe:
     """A model whose wirings are tried on the same windows; what was measured is remembered."""
 
     def __init__(self, model: Any, windows: Tensor, row: str, batch: int, progress: Progress | None) -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapping
+        self.model = inside(model)
         if not isinstance(self.model, PreTrainedModel):
             raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
         config = self.model.config

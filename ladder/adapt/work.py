@@ -19,7 +19,7 @@ from ladder.adapt.teacher import Teacher
 from ladder.adapt.trainer import Run, arguments, newest
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
-from ladder.hf.wire import layers_of
+from ladder.hf.wire import inside, layers_of
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def work(
             place.begin(out, wanted)
         train = job.windows()
         if options.precision == "bfloat16":
-            _inner(job.model).get_input_embeddings().register_forward_hook(_halved)
+            inside(job.model).get_input_embeddings().register_forward_hook(_halved)
         if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
-            compile_layers(getattr(job.model, "network", _inner(job.model)))
+            compile_layers(getattr(job.model, "network", inside(job.model)))
         run = Run(job.model, args, train, data.valid, job.weights, job.teacher, options, job.moving, progress)
         last = run.go(checkpoint)
         final = out / place.FINAL
@@ -127,13 +127,9 @@ def _halved(embedding: Any, arguments: Any, x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16()
 
 
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def save(run: Run, folder: Path, dtype: torch.dtype) -> None:
     """All weights in `dtype`, by rank 0, wherever they are sharded."""
-    trained, state = _inner(run.model), {}
+    trained, state = inside(run.model), {}
     for name, value in trained.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value  # one at a time, by all ranks together
         if run.args.process_index == 0:

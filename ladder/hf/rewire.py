@@ -11,7 +11,7 @@ from ladder.config.lock import checked_ranks, ranks_of, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
 from ladder.hf.register import set_wiring
-from ladder.hf.wire import set_staleness, staleness_of, wire_layers
+from ladder.hf.wire import inside, set_staleness, staleness_of, wire_layers
 from ladder.wiring import Wiring
 
 IN_MEMORY = ", rewired in memory: save it, and load that"
@@ -30,7 +30,7 @@ def rewire(
     wired anew. `ranks`: what so many tensor-parallel ranks would compute; only a wiring that keeps sums local (desync)
     depends on their number.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapping
+    inner = inside(model)
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
     config = inner.config
@@ -59,7 +59,7 @@ def rewire(
 
 def restale(model: Any, staleness: float | Sequence[float]) -> None:
     """Change how stale a wired model's layers are, from 0 (reads everything) to 1 (its wiring); one for all or each."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inside(model)
     set_staleness(inner, staleness)
     layers, named = inner.config.num_hidden_layers, vars(inner.config)
     set_wiring(inner.config, wiring_of(named, layers), _plain(staleness, layers), ranks_of(named))

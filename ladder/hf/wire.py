@@ -100,6 +100,11 @@ def refuse_settings(config: Any) -> None:
             raise LadderError(f"{config.model_type} with {setting} cannot be wired: {reason}")
 
 
+def inside(model: Any) -> Any:
+    """The transformers model in PEFT's wrapping, or in a side network's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def layers_of(model: Any) -> list[nn.Module]:
     """The decoder layers, in order."""
     return list(getattr(model.base_model, family(model.config.model_type).layers))
