@@ -31,7 +31,7 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(1)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # which a CPU is slow in
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a CPU is slow in the other
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device).eval()
     tokenizer, shards = AutoTokenizer.from_pretrained(given.model), Shards.open(given.data)
     first = tokenizer.get_vocab().get(given.begin)

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
 from ladder.adapt import distill as module
 from ladder.adapt.distill import adapt
+from ladder.adapt.folder import complete
 from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.shards import Shards, Windows
 from ladder.adapt.side import SideModel
 from ladder.adapt.teacher import remember
-from ladder.adapt.trainer import complete
 from ladder.cli import main
 from ladder.errors import LadderError
 from ladder.hf import rewire

@@ -82,9 +82,17 @@ def test_the_rest_is_adamws() -> None:
     assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("at_once", [1, 60, 1 << 28])
-def test_how_many_at_a_time_changes_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once, most", [(1, 1), (59, 1), (60, 2), (1 << 28, 2)])
+def test_how_many_at_a_time_changes_nothing(at_once: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do weights without a gradient, among others or alone."""
+    together = []
+
+    def orthogonal(x: Tensor) -> Tensor:
+        together.append(len(x))
+        return turn(x)
+
+    turn = module.orthogonal
+    monkeypatch.setattr(module, "orthogonal", orthogonal)
     first, slopes = steps((5, 6), torch.float64)
     monkeypatch.setattr(module, "AT_ONCE", at_once)
     own = [torch.nn.Parameter(weight.clone()) for weight in [*first, *first]]
@@ -96,7 +104,7 @@ def test_how_many_at_a_time_changes_nothing(at_once: int, monkeypatch: pytest.Mo
     for at in range(2):
         torch.testing.assert_close(own[at].detach(), naive(first[at], [step[at] for step in slopes]))
         assert torch.equal(own[2 + at], first[at])
-    assert torch.equal(bare, torch.ones(2, 3))
+    assert torch.equal(bare, torch.ones(2, 3)) and set(together) == {most}
 
 
 def test_who_saw_nothing_stays() -> None:

@@ -291,7 +291,7 @@ def test_over_the_end_of_the_data(data: Path, tmp_path: Path) -> None:
     train(ScratchOptions(outs[0], size="tiny"), options, silent)
     with pytest.raises(Stop):
         train(ScratchOptions(outs[1], size="tiny"), options, until(turn + 2))
-    assert len(module.complete(outs[1] / "checkpoints")) == 1
+    assert len(place.complete(outs[1] / "checkpoints")) == 1
     train(ScratchOptions(outs[1], size="tiny"), options, silent)
     assert log(outs[0]) == log(outs[1]) and same(weights(outs[0]), weights(outs[1]))
     # evaluation lines come once, also where a turn ends

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from ladder.adapt.folder import complete
 from ladder.adapt.options import TrainingOptions
 from ladder.adapt.texts import tokenize
-from ladder.adapt.trainer import complete
 from ladder.cli import main
 from tests.processes import world
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ladder.adapt.log import Progress
 from ladder.adapt.options import FitOptions
 from ladder.adapt.original import read_original, read_tokenizer
 from ladder.adapt.shards import Shards, Spread, Windows
-from ladder.adapt.solve import Progress, solve
+from ladder.adapt.solve import solve
 from ladder.adapt.work import write
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError

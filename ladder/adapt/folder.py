@@ -21,6 +21,7 @@ from ladder.errors import LadderError
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
 CONTENTS, _EDGE = "contents", 1 << 16
+COMPLETE = "complete"  # a file in a checkpoint that all ranks have written: the sizes of the others
 _FREE = {"keep", "out"}  # what may change from one start to the next
 _DEFAULTS = {  # what a run said nothing of that was begun before there was such an option
     entry.name: entry.default
@@ -88,6 +89,49 @@ def finish(out: Path) -> None:
     final.rmdir()
     write(out / RUN, json.dumps({**read_json(out / RUN), FINISHED: True}, indent=2) + "\n")
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+
+
+def seal(checkpoint: Path) -> None:
+    """All ranks have written it: it can be gone on from."""
+    written = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
+    for path in written.values():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    write(checkpoint / COMPLETE, json.dumps({name: path.stat().st_size for name, path in written.items()}))
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints that can be gone on from, oldest first."""
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint to go on from. One that something happened to is refused, lest a run begins anew unasked."""
+    if not (found := complete(folder)):
+        return None
+    for name, size in _sizes(found[-1]).items():
+        file = found[-1] / name
+        if (held := file.stat().st_size if file.exists() else 0) != size:
+            raise _damaged(found[-1], f"{name} has {held} bytes of {size}")
+    return found[-1]
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Of a checkpoint's files; of one from before they were written down none."""
+    try:
+        found = json.loads((checkpoint / COMPLETE).read_bytes().decode() or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(type(size) is int for size in found.values()):
+        raise _damaged(checkpoint, f"{COMPLETE} cannot be read")
+    return found
+
+
+def _damaged(checkpoint: Path, how: str) -> LadderError:
+    return LadderError(
+        f"{checkpoint} is damaged, {how}: remove it, and the run goes on from the one before it, or begins anew"
+    )
 
 
 def write(file: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from ladder.adapt.flops import operations, peak
 from ladder.adapt.options import TrainingOptions
 from ladder.errors import LadderError
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # done, of how many, what
 
 
 class Done(Exception):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ladder.adapt.log import Progress
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.families import Branch
@@ -30,7 +31,6 @@ from ladder.hf.wire import layers_of
 from ladder.wiring import Wiring
 
 RIDGE = 0.01
-Progress = Callable[[int, int, str], None]  # layers done, layers in all, of what
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ladder.adapt.log import Progress
 from ladder.adapt.loss import Top, top
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
 
-Progress = Callable[[int, int, str], None]
 _AT_ONCE = 8  # rows of a teacher's pass
 
 

@@ -1,8 +1,6 @@
 """transformers' Trainer, taught to distill, to move the staleness, and to leave nothing half written."""
 
-import json
 import math
-import os
 import shutil
 from contextlib import suppress
 from importlib.util import find_spec
@@ -25,7 +23,6 @@ from ladder.adapt.teacher import Teacher
 from ladder.errors import LadderError
 from ladder.hf import restale
 
-COMPLETE = "complete"  # a file in a checkpoint that all ranks have written: the sizes of the others
 LEAST = 0.1  # of the learning rate, at the end
 
 
@@ -226,48 +223,9 @@ class Run(Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             every = Path(self.args.output_dir)
-            folder = every / f"checkpoint-{self.state.global_step}"
-            written = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-            for path in written.values():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            place.write(folder / COMPLETE, json.dumps({name: path.stat().st_size for name, path in written.items()}))
-            for old in complete(every)[: -self._options.keep]:
+            place.seal(every / f"checkpoint-{self.state.global_step}")
+            for old in place.complete(every)[: -self._options.keep]:
                 shutil.rmtree(old)
-
-
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints that can be gone on from, oldest first."""
-    found = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def newest(folder: Path) -> Path | None:
-    """The checkpoint to go on from. One that something happened to is refused, lest a run begins anew unasked."""
-    if not (found := complete(folder)):
-        return None
-    for name, size in _sizes(found[-1]).items():
-        file = found[-1] / name
-        if (held := file.stat().st_size if file.exists() else 0) != size:
-            raise _damaged(found[-1], f"{name} has {held} bytes of {size}")
-    return found[-1]
-
-
-def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Of a checkpoint's files; of one from before they were written down none."""
-    try:
-        found = json.loads((checkpoint / COMPLETE).read_bytes().decode() or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(type(size) is int for size in found.values()):
-        raise _damaged(checkpoint, f"{COMPLETE} cannot be read")
-    return found
-
-
-def _damaged(checkpoint: Path, how: str) -> LadderError:
-    return LadderError(
-        f"{checkpoint} is damaged, {how}: remove it, and the run goes on from the one before it, or begins anew"
-    )
 
 
 class _Staleness(TrainerCallback):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from ladder.adapt.options import TrainingOptions
 from ladder.adapt.shards import TOKENIZER, Shards, Spread, Windows
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Teacher
-from ladder.adapt.trainer import Run, arguments, newest
+from ladder.adapt.trainer import Run, arguments
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
 from ladder.hf.wire import inside, layers_of
@@ -86,7 +86,7 @@ def work(
     """
     with quiet(), _forms(64) if options.compiled else nullcontext():
         args = arguments(options, out / place.CHECKPOINTS)
-        checkpoint = newest(out / place.CHECKPOINTS)
+        checkpoint = place.newest(out / place.CHECKPOINTS)
         data = Data.open(options, args.world_size)
         job = make(data, args)
         args.distributed_state.wait_for_everyone()  # until then the others look at what is in `out`
