@@ -156,7 +156,7 @@ class Asked:
     def tell(self, name: str, wiring: str, model: Any, **facts: Any) -> None:
         kept = self._given.work / f"measured{'-quick' * self._given.quick} {name}.json"
         if not kept.exists():
-            about = {"model": self._given.model.name, **machine(torch.device(DEVICE))}
+            about = {"model": self._given.model.name, "data": self._given.data.name, **machine(torch.device(DEVICE))}
             kept.write_text(json.dumps({**self._measured(model), **about}), encoding="utf-8")
         found = json.loads(kept.read_text(encoding="utf-8"))
         print(json.dumps({"arm": name, "wiring": wiring, **facts, **found}), flush=True)

@@ -1,9 +1,10 @@
-"""What a model writes when nobody asks it anything: text of the distribution that it knows best, to adapt it on.
+"""What a model writes when nobody asks it anything: text of the distribution that it knows, to adapt it on.
 
-python -m experiments.own_text MODEL DATA OUT.jsonl [--tokens N] [--rows N]
+python -m experiments.own_text MODEL DATA OUT.jsonl [--tokens N] [--rows N] [--seed N] [--begin TEXT]
 
-Half of the texts begin with --begin alone (what stands between the texts that the model was made of), half with tokens
-from anywhere in DATA (a folder of `ladder data`); all are sampled at temperature 1. `ladder data` tokenizes OUT.jsonl.
+Half of the texts begin with tokens from anywhere in DATA (a folder of `ladder data`), half with --begin: where a user's
+turn opens, so that question and answer are the model's own. All are sampled to the same length, whatever ends in them.
+`ladder data` tokenizes OUT.jsonl, special tokens too.
 """
 
 import argparse
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ladder.adapt.shards import Shards
 from ladder.bench.machine import machine
 
-GIVEN, LENGTH = 12, 512  # tokens that a text begins with, and that it has in all
+GIVEN, LENGTH = 12, 256  # tokens that a text of DATA gives, and that a text has in all
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # SmolLM2's own
+BEGIN = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
 
 
 @torch.inference_mode()
@@ -26,34 +29,33 @@ def main() -> None:
     for name in ("model", "data", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--rows", type=int, default=2048, help="texts at a time")
-    parser.add_argument("--begin", default="<|endoftext|>")
+    parser.add_argument("--rows", type=int, default=1024, help="texts at a time")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--begin", default=BEGIN)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(1)
+    torch.manual_seed(given.seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a CPU is slow in the other
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device).eval()
+    model.generation_config.eos_token_id = None
     tokenizer, shards = AutoTokenizer.from_pretrained(given.model), Shards.open(given.data)
-    first = tokenizer.get_vocab().get(given.begin)
-    if first is None or given.rows < 2:
-        raise SystemExit(f"the tokenizer has no token {given.begin!r}, or there are fewer than 2 --rows")
+    opened = torch.tensor(tokenizer(given.begin, add_special_tokens=False)["input_ids"]).expand(given.rows, -1)
     begin, written = time.time(), 0
     with given.out.open("w", encoding="utf-8") as file:
         while written < given.tokens:
-            alone = torch.full((given.rows // 2, 1), first)
-            at = torch.randint(0, shards.tokens - GIVEN, (given.rows - len(alone),))
+            at = torch.randint(0, shards.tokens - GIVEN, (given.rows,))
             beginnings = torch.stack([shards.read(int(place), GIVEN).long() for place in at])
-            for prompts in (alone, beginnings):
+            for prompts in (beginnings, opened):
                 found = model.generate(
                     prompts.to(device), attention_mask=torch.ones_like(prompts, device=device), do_sample=True, top_k=0,
-                    top_p=1.0, temperature=1.0, max_new_tokens=LENGTH - prompts.shape[1],
-                    pad_token_id=tokenizer.eos_token_id,
+                    top_p=1.0, temperature=given.temperature, max_new_tokens=LENGTH - prompts.shape[1],
                 )  # fmt: skip
-                for text in tokenizer.batch_decode(found, skip_special_tokens=True):
-                    file.write(json.dumps({"text": text}) + "\n")
-                written += int((found != tokenizer.eos_token_id).sum())
+                file.writelines(json.dumps({"text": text}) + "\n" for text in tokenizer.batch_decode(found))
+                written += found.numel()
     seconds = time.time() - begin
     line = {"tokens": written, "seconds": round(seconds, 1), "tokens_per_s": round(written / seconds)}
+    line |= {"temperature": given.temperature, "begin": given.begin, "seed": given.seed}
     print(json.dumps({**line, **machine(torch.device(device))}))
 
 
