@@ -15,7 +15,11 @@ from ladder.bench.lanes import plotting
 from ladder.bench.report.arms import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
-SAID = {"fit": "fitted, distilled", "distill": "distilled", "schedule": "distilled, staleness moves"}
+SAID = {
+    "finetune": "plain fine-tuning", "distill": "distilled", "schedule": "distilled, staleness moves",
+    "fit": "fitted, distilled",
+}  # fmt: skip
+HALF = "standard:15 ladder:15"
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888"}
 
 
@@ -41,18 +45,22 @@ def curve(arm: str) -> tuple[list[float], list[float]]:
 
 
 def scratch(pyplot: Any) -> Any:
-    """Curves of all arms, and their distance from the first seed of standard where both were evaluated."""
-    arms = [line["arm"] for line in lines("scratch_h200.jsonl")]
+    """Curves of all arms, and their distance from standard of the same seed where both were evaluated."""
+    rows = lines("scratch_h200.jsonl")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    base = dict(zip(*curve("standard"), strict=True))
-    for arm, look in looks(arms).items():
-        tokens, losses = curve(arm)
-        style = {"label": arm, "color": look.colour, "marker": "."}
-        left.plot(tokens, losses, **style)
-        both = [(at, loss / base[at] - 1) for at, loss in zip(tokens, losses, strict=True) if at in base]
-        right.plot([at for at, _ in both], [100 * far for _, far in both], **style)
+    base = {row["seed"]: dict(zip(*curve(row["arm"]), strict=True)) for row in rows if row["wiring"] == "standard"}
+    names = {row["arm"]: row["wiring"] + ", 13 layers" * row["size"].endswith("long") for row in rows}
+    for name, look in looks(names.values()).items():
+        for row in (row for row in rows if names[row["arm"]] == name):
+            tokens, losses = curve(row["arm"])
+            again = row["seed"] > 1
+            style = {"label": name + ", second seed" * again, "color": look.colour, "linestyle": "--" if again else "-"}
+            left.plot(tokens, losses, marker=".", **style)
+            near = base[row["seed"]]
+            both = [(at, loss / near[at] - 1) for at, loss in zip(tokens, losses, strict=True) if at in near]
+            right.plot([at for at, _ in both], [100 * far for _, far in both], marker=".", **style)
     left.set_ylabel("validation loss, nats per token")
-    right.set_ylabel("from standard, %")
+    right.set_ylabel("from standard of the same seed, %")
     right.axhline(1, color="#888888", linewidth=0.8, linestyle=":")
     for axis in (left, right):
         axis.set_xlabel("million tokens")
@@ -63,9 +71,9 @@ def scratch(pyplot: Any) -> Any:
 def adaptation(pyplot: Any) -> Any:
     """A point each, the KL on a logarithmic axis; the perplexity beside it."""
     rows = [line for line in lines("adaptation_h200.jsonl") if line["arm"] != "original"]
-    rows.sort(key=lambda line: (line["wiring"] == "ladder", -line["kl"]))
+    rows.sort(key=lambda line: (line["wiring"] == "ladder", line["wiring"] != HALF, -line["kl"]))
     figure, axis = pyplot.subplots(figsize=(9, 0.8 + 0.32 * len(rows)), layout="constrained")
-    colours = ["#d55e00" if line["wiring"] == "ladder" else "#0072b2" for line in rows]
+    colours = [{"ladder": "#d55e00", HALF: "#0072b2"}.get(line["wiring"], "#009e73") for line in rows]
     axis.scatter([line["kl"] for line in rows], range(len(rows)), color=colours, zorder=2)
     axis.set_yticks(range(len(rows)), [told(line) for line in rows])
     for at, line in enumerate(rows):
@@ -80,13 +88,14 @@ def adaptation(pyplot: Any) -> Any:
 
 def told(line: dict[str, Any]) -> str:
     """What an arm is, with its tokens."""
-    layers = {"ladder": "all", "standard:15 ladder:15": "last half"}.get(line["wiring"], "chosen half")
+    layers = {"ladder": "all", HALF: "last half"}.get(line["wiring"], "chosen half")
     if line["arm"].startswith("rewired"):
         return f"{layers}: rewired"
+    text = ", its own text too" * (line.get("data") == "mix")
     if line["arm"].startswith("fitted"):
-        return f"{layers}: fitted, {line['fit_tokens']:,} tokens"
+        return f"{layers}: fitted, {line['fit_tokens']:,} tokens{text}"
     way = line["arm"].split("-")[1]
-    return f"{layers}: {SAID.get(way, way)}, {line['tokens'] / 1e6:g} M tokens"
+    return f"{layers}: {SAID.get(way, way)}, {line['tokens'] / 1e6:g} M tokens{text}"
 
 
 def latency(pyplot: Any) -> Any:
