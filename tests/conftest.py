@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +55,31 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return int(left.value.code or 0), printed.out, printed.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokens to train on; like the model and the run below, not to be changed."""
+    from tests import training as tiny  # here, because it takes seconds
+
+    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="session")
+def model(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in their tokens."""
+    from tests import training as tiny
+
+    return tiny.model(tmp_path_factory.mktemp("model"), data)
+
+
+@pytest.fixture(scope="session")
+def adapted(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It, after a run that nothing happened to: 24 steps, staleness 1 after 12."""
+    from ladder.adapt.distill import adapt
+    from ladder.adapt.options import AdaptOptions
+    from tests import training as tiny
+
+    out = tmp_path_factory.mktemp("adapted") / "out"
+    adapt(AdaptOptions(str(model), out), tiny.adapting(data), tiny.silent)
+    return out

@@ -31,16 +31,6 @@ from tests.training import WINDOW, log, same, silent, training, weights
 RIDGE = 0.01
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
-
-
-@pytest.fixture(scope="module")
-def model(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.model(tmp_path_factory.mktemp("model"), data)
-
-
 def options(model: Path, out: Path, data: Path, **changes: Any) -> FitOptions:
     return FitOptions(str(model), out, **{"data": data, "window": WINDOW, "device": "cpu", **changes})
 

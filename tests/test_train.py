@@ -34,11 +34,6 @@ STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
-
-
-@pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing happened to."""
     out = tmp_path_factory.mktemp("whole") / "out"

@@ -14,11 +14,6 @@ from tests import training as tiny
 from tests.training import silent, training
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.tokens(tmp_path_factory.mktemp("data") / "tokens")
-
-
 @pytest.mark.parametrize("own, changes, message", [
     ({"size": "huge"}, {}, "unknown size 'huge': known are 1B"),
     ({"size": None}, {}, "give either --size or --recipe; recipes are paper-1B"),

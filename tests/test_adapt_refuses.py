@@ -1,0 +1,91 @@
+"""ladder adapt: what is refused, before anything is started."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ladder.adapt import distill as module
+from ladder.adapt.distill import adapt
+from ladder.adapt.options import AdaptOptions
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from tests import training as tiny
+from tests.checkpoints import byte_tokenizer
+from tests.training import adapting, silent
+
+
+@pytest.mark.parametrize("what, message", [
+    ("wired", "wired is wired already: name its original"),
+    ("small", "tokens has a vocabulary of 300, .*small one of 200: run ladder data OUT FILE... --tokenizer .*small"),
+    ("tokenizer", "tokens was tokenized with another tokenizer than .*tokenizer's: run ladder data OUT FILE..."),
+    ("no tokenizer", "bare cannot be loaded"),
+    ("no model", "nothing is neither a directory nor the name of a model on the hub"),
+    ("no weights", "empty cannot be loaded"),
+    ("window", "a window of 65 is more than the model's 64"),
+    ("wiring", "covers more than the model's 3 layers"),
+    ("fsdp", "--fsdp shards what --method full trains, lora trains little: leave one out"),
+    ("recompute", "--recompute has nothing to do for --method side"),
+    ("top", "--teacher-top 300 is no part of a vocabulary of 300"),
+    ("valid", "other was tokenized with another tokenizer than .*model"),
+    ("peft", "--method lora needs peft: pip install"),
+    ("local", "'desync-2x' keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
+    ("stale", "there is no way between the standard model and 'desync-2x': give --staleness 0"),
+    ("ranks", "3 ranks cannot share 4 heads"),
+    ("emulated", "--ranks emulates ranks for --method full, not for lora: leave one out"),
+])  # fmt: skip
+def test_refused(
+    what: str, message: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    path = tmp_path / what.split()[-1]
+    if what == "wired":
+        rewire(AutoModelForCausalLM.from_pretrained(model), "ladder").save_pretrained(path)
+    elif what == "small":
+        tiny.model(path, data, vocab_size=200)
+    elif what == "tokenizer":
+        byte_tokenizer(43).save_pretrained(tiny.model(path, data))
+    elif what == "no tokenizer":
+        path = tmp_path / "bare"
+        AutoModelForCausalLM.from_pretrained(model).save_pretrained(path)
+    elif what == "no model":
+        path = tmp_path / "nothing"
+    elif what == "no weights":
+        path = shutil.copytree(model, tmp_path / "empty")
+        (path / "model.safetensors").write_bytes(b"")
+    else:
+        path = model
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+        own, more = {
+            "window": ({}, {"window": 65}), "wiring": ({"wiring": "ladder:5"}, {}), "peft": ({"method": "lora"}, {}),
+            "fsdp": ({"method": "lora"}, {"fsdp": True}), "recompute": ({"method": "side"}, {"recompute": True}),
+            "top": ({"teacher_top": 300}, {}), "valid": ({}, {"valid": tmp_path / "other"}),
+            "local": ({"wiring": "desync-2x"}, {}), "stale": ({"wiring": "desync-2x", "ranks": 2}, {}),
+            "ranks": ({"ranks": 3}, {}), "emulated": ({"ranks": 2, "method": "lora"}, {}),
+        }[what]  # fmt: skip
+        if what == "valid":
+            tiny.tokens(tmp_path / "other", seed=2, vocab=280)
+    with pytest.raises(LadderError, match=message) as refused:
+        adapt(AdaptOptions(str(path), tmp_path / "out", **own), adapting(data, **more), silent)
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"method": "magic"}, "unknown method 'magic': known are full, lora, side"),
+    ({"kl_weight": 0.0}, "--kl-weight and --lm-weight are both 0: nothing would be learned"),
+    ({"kl_weight": -1.0}, "kl-weight must be from 0 to 1000, not -1.0"),
+    ({"hidden_weight": 1.0, "teacher_top": 4}, "--hidden-weight needs the original in memory"),
+    ({"hidden_weight": 1.0, "method": "side"}, "--hidden-weight trains the model's layers"),
+    ({"kl_weight": 0.0, "lm_weight": 1.0, "teacher_top": 4}, "--teacher-top needs a --kl-weight above 0"),
+    ({"staleness": 1.5}, "staleness must be from 0 to 1, not 1.5"),
+    ({"staleness_way": "slowly"}, "unknown staleness-way .slowly.: known are together, first, last, chance"),
+    ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),
+    ({"rank": 0}, "rank must be at least 1, not 0"),
+    ({"ranks": 0}, "ranks must be at least 1, not 0"),
+])  # fmt: skip
+def test_refused_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LadderError, match=message):
+        AdaptOptions("model", Path("out"), **changes)
