@@ -9,8 +9,8 @@ is layers and a way, as in half-distill:
             none: the original, trained as long
     way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
             other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
-            lora, side (a network beside the rewired model), fit and fitside (distill and side, from what `ladder fit`
-            makes of --fit-tokens)
+            lora, side (a network beside the rewired model), fit, fittext and fitside (distill, text and side, from what
+            `ladder fit` makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
 perplexity, KL, agreement, tasks. An arm that is in WORK already is only measured, and what is measured there is not
@@ -48,6 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "streams": {"staleness": 0.5, "hidden_weight": 1.0},
     "text": {"staleness": 0.5, "lm_weight": 0.5},
     "fit": {"staleness": 0.0},
+    "fittext": {"staleness": 0.0, "lm_weight": 0.5},
     "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},

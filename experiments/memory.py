@@ -23,11 +23,11 @@ from ladder.bench.machine import machine
 from ladder.config import ModelConfig
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "side": ({"method": "side"}, {}),
     "full": ({"method": "full"}, {}),
     "full, recomputed": ({"method": "full"}, {"recompute": True}),
     "lora": ({"method": "lora"}, {}),
     "lora, recomputed": ({"method": "lora"}, {"recompute": True}),
-    "side": ({"method": "side"}, {}),
 }
 STEPS = 8
 
@@ -68,10 +68,7 @@ def main() -> None:
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         row: dict[str, Any] = {"way": name, "size": given.size, "batch": given.batch, "window": 1024}
-        row |= {
-            "peak_gib": round(peaks[0] / 2**30, 2),
-            "tokens_per_s": speeds[len(speeds) // 2],
-        }
+        row |= {"peak_gib": round(peaks[0] / 2**30, 2), "tokens_per_s": speeds[len(speeds) // 2]}
         print(json.dumps({**row, **machine(device)}), flush=True)
 
 

@@ -244,6 +244,8 @@ def test_refused_files(run: Run, model: Path, tmp_path: Path) -> None:
         ("no such file: .*missing", tmp_path / "missing.txt", []),
         ("is not a file", tmp_path, []),
         ("empty.txt is empty", made("empty.txt", b""), []),
+        ("one.json is one JSON value: write a document a line", made("one.json", b'{"text": "a"}'), []),
+        ("one.json.gz is one JSON value", made("one.json.gz", gzip.compress(b'{"text": "a"}')), []),
         ("blank.txt has no documents", made("blank.txt", b" \n\n\n\n \n"), []),
         ("blank.jsonl has no documents", made("blank.jsonl", b'{"text": " "}\n'), []),
         ("latin.txt is no UTF-8 text: invalid start byte at byte 4$", made("latin.txt", b"abc \xfc bc"), []),

@@ -289,6 +289,11 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
     assert found["eval_kl"] < 0.8 * cold["eval_kl"] and log(tmp_path / "out")[0][1] < 0.8 * log(tmp_path / "cold")[0][1]
     asked = json.loads((tmp_path / "out" / "run.json").read_text())
     assert asked["start"] == str(fitted) and "start" in asked["contents"]
+    told = [
+        "that were fitted or trained for it before" in (tmp_path / name / "README.md").read_text()
+        for name in ("out", "cold")
+    ]
+    assert told == [True, False]
 
 
 def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from ladder.adapt.propose import Machine
 from ladder.adapt.scan import Scan, extended, scan, sizes, windows_of
 from ladder.adapt.texts import tokenize
+from ladder.bench.machine import machine
 from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
@@ -270,11 +271,12 @@ def test_json_lines(run: Run, folder: Path) -> None:
     lines = [json.loads(line) for line in out.splitlines()]
     # of sizes 1, 2 and 4 none is the smallest that is fast enough: 3 was measured besides
     assert [line["kind"] for line in lines] == ["alone"] * 4 + ["grown"] * 4 + ["last"] * 4 + ["proposal"]
+    here = machine(torch.device("cpu"))
     keys = {"kind", "layers", "wiring", "kl", "kl_stderr", "perplexity", "perplexity_stderr", "agreement"}
     for line in lines:
         wish = {"budget", "over_budget", "speed", "predicted_speed"} if line["kind"] == "proposal" else set()
-        assert set(line) == keys | {"model", "tokens", "original_perplexity"} | wish
-        assert (line["model"], line["tokens"]) == (str(folder / "m"), 48)
+        assert set(line) == keys | {"model", "tokens", "original_perplexity"} | wish | here.keys()
+        assert (line["model"], line["tokens"]) == (str(folder / "m"), 48) and here.items() <= line.items()
     model = AutoModelForCausalLM.from_pretrained(folder / "m")
     tokens = byte_tokenizer()(2 * WORDS)["input_ids"]
     found = scan(model, windows_of(tokens, 16, 50), points=0)
@@ -283,10 +285,10 @@ def test_json_lines(run: Run, folder: Path) -> None:
         assert line["kl"] == pytest.approx(damage.kl, rel=1e-5)
         assert line["original_perplexity"] == pytest.approx(found.original.perplexity, rel=1e-5)
     proposal = lines[-1]
-    machine = Machine("h200", 4, "50us,10GB/s", 2).predictor(replace(ModelConfig.named("tiny"), context=64))
-    smallest = next(d for d in found.grown if machine(Wiring.parse(d.wiring, 4)) >= 1.1)
+    predicted = Machine("h200", 4, "50us,10GB/s", 2).predictor(replace(ModelConfig.named("tiny"), context=64))
+    smallest = next(d for d in found.grown if predicted(Wiring.parse(d.wiring, 4)) >= 1.1)
     assert len(proposal["layers"]) == len(smallest.layers) == 3
-    assert proposal["predicted_speed"] == pytest.approx(machine(Wiring.parse(proposal["wiring"], 4)))
+    assert proposal["predicted_speed"] == pytest.approx(predicted(Wiring.parse(proposal["wiring"], 4)))
     assert proposal["predicted_speed"] >= 1.1
     assert proposal["over_budget"] == pytest.approx(proposal["kl"] - 1e-6)
 

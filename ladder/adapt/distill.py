@@ -123,10 +123,11 @@ def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torc
         if run.args.process_index == 0:
             tokenizer.save_pretrained(folder)
             kind, learned = run.model.config.model_type, bool(options.kl_weight or options.hidden_weight)
+            begun = options.start is not None
             text = (
                 side_card(options.model, options.out.name, kind, wiring, options.start)
                 if options.method == "side"
-                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, learned)
+                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, learned, begun)
             )
             (folder / "README.md").write_text(text, encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
     .jsonl             a document a line, under the key `field`
     .parquet           a document a row, in the column `field`
+    .json              refused: what of it is a document, nobody knows
     any other name     UTF-8 text; two or more empty lines stand between documents, line ends are read as Python does
 
 Around text and lines there may be .xz or .gz. Documents without a visible character are none. A document that is very
@@ -59,6 +60,8 @@ def check_files(files: Sequence[Path], field: str) -> None:
             raise LadderError(f"{file} is not a file" if file.exists() else f"no such file: {file}")
         if not file.stat().st_size:
             raise LadderError(f"{file} is empty")
+        if _kind(file) == ".json":
+            raise LadderError(f"{file} is one JSON value: write a document a line and name it .jsonl, or .txt as it is")
         if _kind(file) == ".parquet":
             _parquet(file, field).close()
 

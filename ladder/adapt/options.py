@@ -147,6 +147,8 @@ class AdaptOptions:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
         if self.start is not None and self.staleness:
             raise LadderError("--start is of the wiring already, where --staleness ends: leave one out")
+        if self.staleness_way != WAYS[0] and not (self.moving and self.method != "side"):
+            raise LadderError(f"--staleness-way {self.staleness_way} needs a staleness that moves, and it is 1 at once")
         if self.teacher_top < 0:
             raise LadderError(f"teacher-top must be 0 or more, not {self.teacher_top}")
         if self.teacher_top and not self.kl_weight:

@@ -75,7 +75,7 @@ def scan(options: ScanOptions) -> None:
         except LadderError as error:  # what was measured is shown all the same
             refused = error
     if options.json:
-        for line in _lines(options.model, found, proposal):
+        for line in _lines(options, found, proposal):
             typer.echo(json.dumps(line))
     else:
         _print(options.model, found, predictor)
@@ -171,9 +171,14 @@ def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":
     return Machine(options.chip, options.tp, options.link, options.requests).predictor(known)
 
 
-def _lines(model: str, found: "Scan", proposal: "Proposal | None") -> Iterator[dict[str, Any]]:
+def _lines(options: ScanOptions, found: "Scan", proposal: "Proposal | None") -> Iterator[dict[str, Any]]:
     """One per measurement; figures that are not finite are null."""
-    about = {"model": model, "tokens": found.tokens, "original_perplexity": _finite(found.original.perplexity)}
+    import torch
+
+    from ladder.bench.machine import machine
+
+    about = {"model": options.model, "tokens": found.tokens}
+    about |= {"original_perplexity": _finite(found.original.perplexity), **machine(torch.device(options.device))}
     for kind, sets in (("alone", found.alone), ("grown", found.grown), ("last", found.last)):
         for damage in sets:
             yield {"kind": kind, **_figures(damage), **about}

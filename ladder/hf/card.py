@@ -153,9 +153,12 @@ Made by `ladder train`.
 """
 
 
-def adapted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool, distilled: bool = True) -> str:
-    """README.md for what was adapted from `source`."""
+def adapted_card(
+    source: str, folder: str, family: str, wiring: Wiring, native: bool, distilled: bool = True, begun: bool = False
+) -> str:
+    """README.md for what was adapted from `source`; `begun`: from weights of that wiring, not from the original's."""
     how = "by distillation from the original" if distilled else "by fine-tuning on text alone"
+    how += ", from weights that were fitted or trained for it before" * begun
     return _filled(_ADAPTED.replace("{how}", how), source, folder, family, wiring, native)
 
 
