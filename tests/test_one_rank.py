@@ -47,9 +47,22 @@ def simulated(pattern: str, wire: float, lanes: int, layers: int) -> float:
 @pytest.mark.parametrize("pattern, wire", product([name for name in WIRINGS if name != "none"], (0.1, 8, 24, 50, 80)))
 def test_the_bound_is_what_the_schedule_takes(pattern: str, wire: float) -> None:
     for lanes in (1, 2) if pattern == "ladder-1-2" else (1,):
-        layers = 400  # beginning and end of a step are left out of the bound
-        bound = bound_ms(pattern, PART, wire, lanes, layers)
-        assert bound == pytest.approx(simulated(pattern, wire, lanes, layers), rel=0.01)
+        assert bound_ms(pattern, PART, wire, lanes, 7) == pytest.approx(simulated(pattern, wire, lanes, 7), rel=1e-12)
+
+
+@pytest.mark.parametrize("wire", [8.0, 24.0, 80.0])
+def test_the_bound_of_a_layer(wire: float) -> None:
+    """As one would write it down."""
+    a, m = PART["attention_us"], PART["mlp_us"]
+    said = {
+        "none": a + m,
+        "standard": a + m + 2 * wire,
+        "parallel": a + m + wire,
+        "ladder": max(a, wire) + max(m, wire),
+    }
+    for pattern, us in said.items():
+        more = bound_ms(pattern, PART, wire, 1, 41) - bound_ms(pattern, PART, wire, 1, 40)
+        assert 1e3 * more == pytest.approx(us)
 
 
 def test_the_rank_that_is_there() -> None:

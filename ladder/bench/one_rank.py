@@ -34,6 +34,8 @@ from ladder.errors import LadderError, check_known
 from ladder.kernels.ops import Kernels
 from ladder.layers.attention import KVCache
 from ladder.model import Decoder
+from ladder.perf.schedule import walk
+from ladder.wiring import Wiring
 
 SETTLING = 0.5  # seconds that a GPU works before its first time counts: clocks and memory come out of their sleep
 CONTEXT = 1024
@@ -90,20 +92,11 @@ def wire_us(
     return statistics.median(found) / 64 * 1e3
 
 
-def bound_ms(pattern: str, part: dict[str, float], wire: float, lanes: int, layers: int) -> float | None:
+def bound_ms(pattern: str, part: dict[str, float], wire: float, lanes: int, layers: int) -> float:
     """What a step of this schedule takes if its parts and its sums take what they took by themselves."""
-    a, m = part["attention_us"], part["mlp_us"]
-    both = {
-        "none": a + m,
-        "standard": a + m + 2 * wire,
-        "parallel": a + m + wire,
-        "desync-2x": a + m + wire,
-        "ladder": max(a, wire) + max(m, wire),
-        # one sum at a time: two fill the wire; two at once: the attention's has the MLP to travel, the MLP's a layer
-        "ladder-1-2": max(a + m, 2 * wire, a + max(m, wire)) if lanes == 1 else max(a + max(m, wire), wire),
-        "ladder-2": max(a + m, 2 * wire) if lanes == 1 else max(a + m, wire),
-    }.get(pattern)
-    return None if both is None else (both * layers + part["rest_us"] + wire * (pattern != "none")) / 1e3
+    table = Wiring.parse(pattern, layers).sub_blocks()
+    blocks = [pair for a, m in table for pair in ((a, part["attention_us"]), (m, part["mlp_us"]))]
+    return (walk(blocks, wire, first=pattern != "none", lanes=lanes).total + part["rest_us"]) / 1e3
 
 
 _LINKS = {"zero": Link(0.0, float("inf")), **LINKS}  # zero: everything but the time
@@ -173,8 +166,7 @@ def table(
                 if case.layers is not None:  # all layers, the rest of the step once
                     scale = common["of_layers"] / common["layers"]
                     more["ms_scaled_to_all_layers"] = round(scale * ms - (scale - 1) * part["rest_us"] / 1e3, 3)
-                if bound is not None:
-                    more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
+                more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
                 if standard is not None:
                     more["speedup_over_standard"] = round(standard / ms, 3)
                 yield line(pattern, name, found, **more)
