@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.lanes import plotting
+from ladder.bench.lanes import plainly, plotting
 from ladder.bench.report.arms import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -20,12 +20,11 @@ SAID = {
     "fit": "fitted, distilled",
 }  # fmt: skip
 HALF = "standard:15 ladder:15"
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888"}
 
 
 def main() -> None:
     pyplot = plotting()
-    with pyplot.rc_context(STYLE):
+    with plainly(pyplot, **{"font.size": 10}):
         for draw in (scratch, adaptation, latency):
             figure = draw(pyplot)
             if figure is not None:

@@ -1,9 +1,9 @@
 """A scan as a picture: what each layer costs alone, and what growing sets cost.
 
-matplotlib comes from the caller, who has asked for it in the one place where its absence costs a sentence.
+matplotlib comes from the caller, who has asked for it in the one place where its absence costs a sentence, and has said
+how pictures look.
 """
 
-import warnings
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -16,31 +16,22 @@ from ladder.adapt.scan import Damage, Scan
 OTHER, GROWN, LAST, BUDGET = "#9a9a9a", "#0072b2", "#e69f00", "#d55e00"
 WIDE = 20  # from this ratio of the largest to the smallest on, an axis is logarithmic
 _INK = "#444444"
-_RC = {
-    "text.parse_math": False,  # a name may hold dollar signs
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-}
 
 
 def draw(
     pyplot: Any, scan: Scan, path: Path, name: str, budget: float | None = None, proposal: Proposal | None = None
 ) -> None:
     """Left: each layer alone, those of the proposal in colour. Right: sets by size, with the budget as a line."""
-    with pyplot.rc_context(_RC), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
-        width = max(6.0, min(12.0, 0.2 * len(scan.alone)))
-        size = (width + 6.5, 5.2)
-        figure, (left, right) = pyplot.subplots(
-            1, 2, figsize=size, layout="constrained", width_ratios=(width, 6.0), gridspec_kw={"wspace": 0.06}
-        )
-        figure.suptitle(_told(name, scan, proposal), x=0.01, ha="left", fontsize=13, fontweight="bold")
-        _alone(left, scan, proposal)
-        _curves(right, scan, budget, proposal)
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
+    width = max(6.0, min(12.0, 0.2 * len(scan.alone)))
+    size = (width + 6.5, 5.2)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=size, layout="constrained", width_ratios=(width, 6.0), gridspec_kw={"wspace": 0.06}
+    )
+    figure.suptitle(_told(name, scan, proposal), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    _alone(left, scan, proposal)
+    _curves(right, scan, budget, proposal)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def _alone(axis: Any, scan: Scan, proposal: Proposal | None) -> None:

@@ -1,6 +1,8 @@
 """Steps as lanes: the account of a step, and its picture."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,13 @@ from ladder.errors import LadderError
 
 # after Okabe and Ito: colour-blind readers can tell them apart
 COLOURS = {"attention": "#0072b2", "MLP": "#56b4e9", "wire": "#e69f00", "wait": "#d55e00"}
+_PLAIN = {
+    "text.parse_math": False,  # a name may hold dollar signs
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,14 @@ def plotting() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+@contextmanager
+def plainly(pyplot: Any, **more: Any) -> Iterator[None]:
+    """How our pictures look; `more`: other settings of matplotlib's."""
+    with pyplot.rc_context({**_PLAIN, **more}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
+        yield
 
 
 def draw(steps: Sequence[Step], title: str, path: Path) -> None:

@@ -64,7 +64,7 @@ def scan(options: ScanOptions) -> None:
     """Find the layers that bear another wiring best: damage of each alone, of growing sets, and a set to adapt."""
     from ladder.adapt.propose import propose
     from ladder.adapt.scan_plot import draw
-    from ladder.bench.lanes import plotting
+    from ladder.bench.lanes import plainly, plotting
 
     pyplot = None if options.plot is None else plotting()
     found, predictor = _measured(options)
@@ -82,7 +82,8 @@ def scan(options: ScanOptions) -> None:
         if proposal is not None:
             typer.echo(_told(proposal))
     if pyplot is not None and options.plot is not None:
-        draw(pyplot, found, options.plot, Path(options.model).name, options.budget, proposal)
+        with plainly(pyplot):
+            draw(pyplot, found, options.plot, Path(options.model).name, options.budget, proposal)
         typer.echo(f"wrote {options.plot}", err=options.json)
     if refused is not None:
         raise refused

@@ -15,7 +15,7 @@ _NO_NATIVE = """
 The tensor-parallel engine of `ladder` does not know the family {family} yet.
 """
 
-_CARD = """---
+_HEAD = """---
 {base}library_name: transformers
 tags:
 - ladder-residual
@@ -24,7 +24,20 @@ tags:
 
 # {folder}
 
-The weights of `{source}`, unchanged, under another wiring:
+"""
+
+_LOADING = """In transformers:
+
+    import ladder.hf  # without it, loading fails
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}")
+{native}
+"""
+
+_CARD = (
+    _HEAD
+    + """The weights of `{source}`, unchanged, under another wiring:
 
     {wiring}
 
@@ -34,15 +47,11 @@ The weights of `{source}`, unchanged, under another wiring:
 stream without its newest sums, and a model that is merely rewired writes worse text, or nonsense (Ladder Residual,
 arXiv 2501.06589). Retrain or distill it, then measure it against `{source}`.
 
-In transformers:
-
-    import ladder.hf  # without it, loading fails
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
-{native}
-Made by `ladder convert`. Licence and terms are those of `{source}`.
 """
+    + _LOADING
+    + """Made by `ladder convert`. Licence and terms are those of `{source}`.
+"""
+)
 
 
 def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
@@ -52,16 +61,9 @@ def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) ->
     return _filled(_CARD, source, folder, family, wiring, native)
 
 
-_ADAPTED = """---
-{base}library_name: transformers
-tags:
-- ladder-residual
-- {family}
----
-
-# {folder}
-
-`{source}` under another wiring, and adapted to it {how}:
+_ADAPTED = (
+    _HEAD
+    + """`{source}` under another wiring, and adapted to it {how}:
 
     {wiring}
 
@@ -69,26 +71,15 @@ tags:
 
     ladder eval {source} {folder} --text book.txt --source {source}
 
-In transformers:
-
-    import ladder.hf  # without it, loading fails
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
-{native}
-Made by `ladder adapt`. Licence and terms are those of `{source}`.
 """
+    + _LOADING
+    + """Made by `ladder adapt`. Licence and terms are those of `{source}`.
+"""
+)
 
-_FITTED = """---
-{base}library_name: transformers
-tags:
-- ladder-residual
-- {family}
----
-
-# {folder}
-
-`{source}` under another wiring, its weights fitted to it by least squares, layer by layer, not trained:
+_FITTED = (
+    _HEAD
+    + """`{source}` under another wiring, its weights fitted to it by least squares, layer by layer, not trained:
 
     {wiring}
 
@@ -97,15 +88,11 @@ tags:
     ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --start {folder}
     ladder eval {source} {folder} --text book.txt --source {source}
 
-In transformers:
-
-    import ladder.hf  # without it, loading fails
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
-{native}
-Made by `ladder fit`. Licence and terms are those of `{source}`.
 """
+    + _LOADING
+    + """Made by `ladder fit`. Licence and terms are those of `{source}`.
+"""
+)
 
 _SIDE = """---
 {base}tags:
@@ -129,28 +116,17 @@ A side network for `{source}` under another wiring: the model's weights are not 
 Made by `ladder adapt --method side`. Licence and terms are those of `{source}`.
 """
 
-_TRAINED = """---
-library_name: transformers
-tags:
-- ladder-residual
-- {family}
----
-
-# {folder}
-
-Trained from scratch on {tokens:,} tokens under the wiring
+_TRAINED = (
+    _HEAD
+    + """Trained from scratch on {tokens:,} tokens under the wiring
 
     {wiring}
 
-In transformers:
-
-    import ladder.hf  # without it, loading fails
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
-{native}
-Made by `ladder train`.
 """
+    + _LOADING
+    + """Made by `ladder train`.
+"""
+)
 
 
 def adapted_card(
@@ -176,7 +152,7 @@ def side_card(source: str, folder: str, family: str, wiring: Wiring, start: Path
 def trained_card(folder: str, family: str, wiring: Wiring, tokens: int) -> str:
     """README.md for what was trained from scratch."""
     native = _NATIVE.format(folder=folder)
-    return _TRAINED.format(folder=folder, family=family, wiring=wiring, tokens=tokens, native=native)
+    return _TRAINED.format(folder=folder, family=family, wiring=wiring, tokens=tokens, native=native, base="")
 
 
 def _filled(text: str, source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:

@@ -2,12 +2,11 @@
 
 import re
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.lanes import draw, first_layers, plotting
+from ladder.bench.lanes import draw, first_layers, plainly, plotting
 from ladder.bench.report.arms import TIMES, Look, figure
 from ladder.bench.report.figures import SPEEDUP, TOKENS, Mark, Panel, heights, joined
 from ladder.bench.report.rows import Lanes
@@ -25,15 +24,6 @@ SHOWN = 6  # layers in the timeline
 LABELLED = 32  # bars in a panel that still have room for their numbers
 SPEEDUP_TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100)
 _INK = "#444444"
-_RC = {
-    "text.parse_math": False,  # a name may hold dollar signs
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "hatch.linewidth": 1.0,
-}
-
 _PREFIX = {"TP": "tp", "batch": "batch"}
 
 Drawing = Callable[[Any, Panel, dict[str, Look]], Any]
@@ -47,8 +37,7 @@ def pictures(
     drawings: dict[str, Drawing] = {"throughput": _throughput, "frontier": _frontier, "latency": _latency}
     taken: set[str] = set()
     written = []
-    with pyplot.rc_context(_RC), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
+    with plainly(pyplot, **{"hatch.linewidth": 1.0}):
         for name, panels in figures.items():
             for panel in panels:
                 path = out / _name([name, *(f"{_PREFIX.get(key, '')}{value}" for key, value in choices(panel))], taken)
