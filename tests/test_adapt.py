@@ -1,7 +1,6 @@
 """ladder adapt: the model that comes out, and how far it is from the original."""
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,11 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ladder.adapt.distill import adapt
 from ladder.adapt.options import AdaptOptions
-from ladder.adapt.shards import Shards, Windows
+from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideModel
-from ladder.adapt.teacher import remember
 from ladder.cli import main
-from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import Distance, distance
 from tests import training as tiny
@@ -116,30 +113,6 @@ def test_the_teachers_top(model: Path, data: Path, adapted: Path, tmp_path: Path
     few = tmp_path / "few"
     adapt(AdaptOptions(str(model), few, teacher_top=1), adapting(data), silent)
     assert measured(AutoModelForCausalLM.from_pretrained(few), model, data).kl.value > 1.1 * one
-
-
-def test_the_teacher_is_asked_once(data: Path, tmp_path: Path) -> None:
-    """Not even loaded where its answers are there; of other facts, or cut, they are refused; so is a full disk."""
-    windows, loads = Windows(Shards.open(data), WINDOW), list[int]()
-
-    def original() -> Any:
-        loads.append(1)
-        return AutoModelForCausalLM.from_config(tiny.config())
-
-    def ask(count: int, name: str, folder: str = "teacher") -> Any:
-        return remember(original, windows, tmp_path / folder, count, {"model": name}, silent)
-
-    first, again = ask(2, "a"), ask(2, "a")
-    assert len(loads) == 1 and torch.equal(first[3]["teacher_ids"], again[3]["teacher_ids"])
-    for count, name in ((2, "b"), (3, "a")):
-        with pytest.raises(LadderError, match="holds the answers of another teacher or to other data: remove it"):
-            ask(count, name)
-    os.truncate(tmp_path / "teacher/logs.bin", 100)
-    with pytest.raises(LadderError, match="teacher is damaged: remove it"):
-        ask(2, "a")
-    with pytest.raises(LadderError, match=r"the teacher's answers need .* GB, the disk has .* GB: lower --teacher-top"):
-        ask(10**12, "a", "full")
-    assert len(loads) == 1 and not (tmp_path / "full").exists()
 
 
 def test_plain_fine_tuning(model: Path, data: Path, tmp_path: Path) -> None:

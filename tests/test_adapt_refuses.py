@@ -85,6 +85,7 @@ def test_refused(
     ({"staleness_way": "last", "start": Path("fitted")}, "--staleness-way last needs a staleness that moves"),
     ({"staleness_way": "chance", "staleness": 0.0}, "--staleness-way chance needs a staleness that moves"),
     ({"staleness_way": "first", "method": "side", "staleness": 0.9}, "--staleness-way first needs a staleness that"),
+    ({"teacher": Path("shared")}, "--teacher is a folder for what --teacher-top keeps: give both"),
     ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),
     ({"rank": 0}, "rank must be at least 1, not 0"),
     ({"ranks": 0}, "ranks must be at least 1, not 0"),

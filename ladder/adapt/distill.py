@@ -15,7 +15,7 @@ from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.original import check_start, read_original, read_tokenizer
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.staleness import Moving
-from ladder.adapt.teacher import Present, Remembered, Teacher, remember
+from ladder.adapt.teacher import Present, Ranks, Remembered, Teacher, remember
 from ladder.adapt.work import Data, Job, compile_layers, save, work
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
@@ -47,9 +47,11 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
 
         def asked() -> Any:
             facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
-            with args.main_process_first(local=False, desc="the original's answers"):
-                folder, top = options.out / "teacher", options.teacher_top
-                return remember(original, data.train, folder, top, facts, progress)
+            if Path(options.model).is_dir():
+                facts["weights"] = place.digest(Path(options.model))
+            folder, state = options.teacher or options.out / "teacher", args.distributed_state
+            ranks = Ranks(args.process_index, args.world_size, state.wait_for_everyone)
+            return remember(original, data.train, folder, options.teacher_top, facts, progress, ranks)
 
         teacher: Teacher | None = None
         if options.kl_weight or options.hidden_weight:
@@ -91,6 +93,8 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
     if options.teacher_top >= config.vocab_size:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
+    if options.teacher is not None and options.teacher.exists() and not options.teacher.is_dir():
+        raise LadderError(f"{options.teacher} is a file: --teacher is a folder")
     if options.method == "lora" and find_spec("peft") is None:
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
     if options.start is not None:

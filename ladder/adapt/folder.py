@@ -3,7 +3,7 @@
 run.json       the options, and what the model and the data were; a run is continued only with the same
 log.jsonl      a line for every logged step and evaluation
 checkpoints/   complete ones can be gone on from; gone when the run is finished
-teacher/       with --teacher-top: the original's answers
+teacher/       with --teacher-top: the original's answers, unless --teacher names another place
 config.json    and what else a model is made of: written last, when everything is done
 """
 

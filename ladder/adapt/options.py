@@ -127,6 +127,9 @@ class AdaptOptions:
     teacher_top: int = option(
         0, "Keep only so many of the original's logits, on disk; 0: the original stays in memory."
     )
+    teacher: Path | None = option(
+        None, "Folder for what --teacher-top keeps, which runs on the same text can share; default: OUT/teacher."
+    )
     rank: int = option(16, "Of --method lora.")
     reduction: int = option(8, "How much narrower than the model --method side's network is.")
 
@@ -153,6 +156,8 @@ class AdaptOptions:
             raise LadderError(f"teacher-top must be 0 or more, not {self.teacher_top}")
         if self.teacher_top and not self.kl_weight:
             raise LadderError("--teacher-top needs a --kl-weight above 0: plain fine-tuning asks no teacher")
+        if self.teacher is not None and not self.teacher_top:
+            raise LadderError("--teacher is a folder for what --teacher-top keeps: give both")
         _at_least("rank", self.rank, 1)
         _at_least("ranks", self.ranks, 1)
         _at_least("reduction", self.reduction, 1)
