@@ -1,5 +1,6 @@
 """Which layers bear another wiring: against naive figures, by brute force, and through the command line."""
 
+import copy
 import gzip
 import importlib
 import json
@@ -19,7 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ladder.adapt.propose import Machine
-from ladder.adapt.scan import Scan, extended, scan, sizes, windows_of
+from ladder.adapt.scan import Scan, extended, rows_of, scan, sizes, windows_of
+from ladder.adapt.solve import solve
 from ladder.adapt.texts import tokenize
 from ladder.bench.machine import machine
 from ladder.checkpoint import Random, load, save
@@ -142,6 +144,38 @@ def test_as_ladder_eval_measures_it(windows: Tensor) -> None:
             perplexity(model, tokens, window=10, begin=begin).value, rel=1e-6
         )
         assert (found.original.kl, found.original.agreement, found.tokens) == (0, 1, 30)
+
+
+def test_what_a_fit_leaves(model: Any, windows: Tensor) -> None:
+    """Each set on a copy of its own, fitted as `ladder fit` does it; the model stays what it was."""
+    rows = torch.randint(2, 97, (60, 12), generator=torch.Generator().manual_seed(4))
+    before, bare = looks(model), scan(model, windows, points=1, batch=2)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    found = extended(model, windows, scan(model, windows, points=1, batch=2, fit=rows), 3, 2, None, rows)
+    assert [len(damage.layers) for damage in found.grown] == [1, 2, 3, 4]
+    assert looks(model) == before and all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert (found.fitted, bare.fitted, found.original) == (720, 0, bare.original)
+    with torch.no_grad():
+        source = model(windows[:, :-1]).logits.log_softmax(-1)
+        for damage in (*found.alone, *found.grown, *found.last):
+            fitted = solve(copy.deepcopy(model), damage.wiring, rows, batch=2)(windows[:, :-1]).logits.log_softmax(-1)
+            assert damage.kl == pytest.approx(float((source.exp() * (source - fitted)).sum(-1).mean()), rel=1e-9)
+            assert damage.agreement == pytest.approx(float((source.argmax(-1) == fitted.argmax(-1)).double().mean()))
+    merely = {damage.wiring: damage.kl for damage in bare.last}
+    assert len(merely) == 3 and all(damage.kl < 0.9 * merely.get(damage.wiring, 9) for damage in found.last)
+    with pytest.raises(LadderError, match="only a model that was trained as standard can be fitted"):
+        scan(rewire(host("llama"), "standard:3 ladder:1"), windows, fit=rows)
+
+
+def test_rows_to_fit_on() -> None:
+    text = list(range(100))
+    windows = windows_of(text, 5, 12)
+    assert rows_of(text, windows, 25, 2).tolist() == [list(range(at, at + 5)) for at in (11, 16, 21, 26)]
+    assert rows_of(text, windows, 10**6, 2)[:, 0].tolist() == list(range(11, 91, 5))
+    assert rows_of(text, windows, 10, 2, begin=1).tolist() == [[1, 12, 13, 14, 15], [1, 17, 18, 19, 20]]
+    for most, words in ((9, text), (50, text[:20])):
+        with pytest.raises(LadderError, match="a fit takes 10 tokens at least, a batch of windows, behind the 11"):
+            rows_of(words, windows, most, 2)
 
 
 def looks(model: Any) -> list[Any]:
@@ -275,7 +309,7 @@ def test_json_lines(run: Run, folder: Path) -> None:
     keys = {"kind", "layers", "wiring", "kl", "kl_stderr", "perplexity", "perplexity_stderr", "agreement"}
     for line in lines:
         wish = {"budget", "over_budget", "speed", "predicted_speed"} if line["kind"] == "proposal" else set()
-        assert set(line) == keys | {"model", "tokens", "original_perplexity"} | wish | here.keys()
+        assert set(line) == keys | {"model", "tokens", "fit_tokens", "original_perplexity"} | wish | here.keys()
         assert (line["model"], line["tokens"]) == (str(folder / "m"), 48) and here.items() <= line.items()
     model = AutoModelForCausalLM.from_pretrained(folder / "m")
     tokens = byte_tokenizer()(2 * WORDS)["input_ids"]
@@ -291,6 +325,20 @@ def test_json_lines(run: Run, folder: Path) -> None:
     assert proposal["predicted_speed"] == pytest.approx(predicted(Wiring.parse(proposal["wiring"], 4)))
     assert proposal["predicted_speed"] >= 1.1
     assert proposal["over_budget"] == pytest.approx(proposal["kl"] - 1e-6)
+
+
+def test_fitted_sets(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "long").write_text(20 * WORDS)
+    arguments = ["--data", tmp_path / "long", "--window", 16, "--tokens", 64, "--points", 1, "--batch", 4]
+    found = {}
+    for fit in ([], ["--fit", 1300]):
+        status, out, err = run("scan", folder / "m", *arguments, *fit, "--json")
+        assert (status, err) == (0, "")
+        found[len(fit)] = [json.loads(line) for line in out.splitlines()]
+    assert {line["fit_tokens"] for line in found[2]} == {1280} and {line["fit_tokens"] for line in found[0]} == {0}
+    assert found[2][-1]["kl"] < 0.9 * found[0][-1]["kl"] and found[2][-1]["wiring"] == "ladder"
+    status, out, err = run("scan", folder / "m", *arguments, "--fit", 1300, "--budget", found[2][-1]["kl"] * 1.01)
+    assert (status, err) == (0, "") and "fitted on 1280 tokens, not trained" in out and '--wiring "ladder"' in out
 
 
 def test_a_budget_measures_the_sizes_between(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -360,6 +408,7 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     narrow = tiny(tmp_path / "narrow", vocab=300)
     byte_tokenizer(extra=50).save_pretrained(narrow)
     desync = tiny(tmp_path / "desync", wiring="desync-2x")
+    wired = tiny(tmp_path / "wired", wiring="standard:3 ladder:1")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     speed = ["--speed", 1.1, "--tp", 2]
     cases: list[tuple[str, Any, list[Any]]] = [
@@ -380,6 +429,9 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("tokens is 0", None, ["--tokens", 0]),
         ("batch is 0", None, ["--batch", 0]),
         ("points is -1", None, ["--points", -1]),
+        ("fit is 0", None, ["--fit", 0]),
+        ("a fit takes 512 tokens at least, a batch of windows, behind the", None, ["--fit", 511]),
+        ("--fit is for a model that was trained as standard", wired, ["--fit", 512]),
         ("unknown wiring 'stairs'", None, ["--wiring", "stairs"]),
         ("unknown wiring 'ladder:4'", None, ["--wiring", "ladder:4"]),
         ("depends on the number of ranks", None, ["--wiring", "desync-2x"]),

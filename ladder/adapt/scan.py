@@ -5,16 +5,19 @@
     last    the last n layers, for comparison
 
 The cost is KL(original || rewired) in nats per token: it sees what moved, whether or not the text likes it. Perplexity
-and greedy agreement come with it. Sizes of sets are a sample of the curve; 1, half and all are always among them.
+and greedy agreement come with it. Sizes of sets are a sample of the curve; 1, half and all are always among them. A set
+costs what it costs merely rewired or, where rows to fit on are given, what is left when `solve` has done what it can.
 
 A window is a row of tokens: position j reads row[0..j] and predicts row[j+1], so a row of W+1 tokens counts W times.
 All windows count alike, and standard errors take them as independent, as `ladder.hf.measures` has it.
 
 Nothing is stored: a batch of windows goes through the original and then through every set of a round, and its logits
 are dropped. The original is computed once in each round: one for the layers alone, one for all grown sets (greedy: one
-for each size). The model is rewired in place and is afterwards what it was, whatever happens.
+for each size; fitted, one for each set, beside a copy of the model). The model is rewired in place and is afterwards
+what it was, whatever happens.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ladder.adapt.solve import solve
 from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import show
@@ -62,6 +66,12 @@ class Scan:
     alone: tuple[Damage, ...]  # by layer
     grown: tuple[Damage, ...]  # by size
     last: tuple[Damage, ...]
+    fitted: int = 0  # tokens that each set was fitted on; 0: merely rewired
+
+    @property
+    def state(self) -> str:
+        """What the layers have been through."""
+        return f"fitted on {self.fitted} tokens, not trained" if self.fitted else "before any training"
 
     def sized(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The grown set of this size, and the last layers."""
@@ -76,15 +86,16 @@ def scan(
     greedy: bool = False,
     batch: int = 8,
     progress: Progress | None = None,
+    fit: Tensor | None = None,
 ) -> Scan:
     """Try a row of the table on a loaded model, layer by layer and in growing sets.
 
     `windows`: [n, length] tokens. `points`: about so many sizes of sets, 0 for every size (as greedy has it). `batch`:
-    windows at a time; it changes no value.
+    windows at a time; it changes no value. `fit`: rows to fit each set on, a multiple of `batch`.
     """
     if points < 0:
         raise LadderError(f"points is {points}: it must be 0 (every size) or more")
-    probe = _Probe(model, windows, row, batch, progress)
+    probe = _Probe(model, windows, row, batch, progress, fit)
     layers = probe.layers
     with _borrowed(probe.model):
         alone = probe.measure([(layer,) for layer in layers], "layers alone")
@@ -95,17 +106,23 @@ def scan(
         grown = [tuple(sorted(order[:size])) for size in grown_sizes]
         last = [layers[-size:] for size in grown_sizes]
         found = probe.measure([*grown, *last], "growing sets")
-    sets = (tuple(some) for some in (alone, found[: len(grown)], found[len(grown) :]))
-    return Scan(probe.row, probe.own, probe.known[()], probe.tokens, tuple(order), *sets)
+    curves = (tuple(found[: len(grown)]), tuple(found[len(grown) :]))
+    return Scan(probe.row, probe.own, probe.known[()], probe.tokens, tuple(order), tuple(alone), *curves, probe.fitted)
 
 
 def extended(
-    model: Any, windows: Tensor, found: Scan, size: int, batch: int = 8, progress: Progress | None = None
+    model: Any,
+    windows: Tensor,
+    found: Scan,
+    size: int,
+    batch: int = 8,
+    progress: Progress | None = None,
+    fit: Tensor | None = None,
 ) -> Scan:
-    """A scan with one more size on its curves."""
+    """A scan with one more size on its curves, of the same model, windows and rows."""
     if size in (len(damage.layers) for damage in found.grown):
         return found
-    probe = _Probe(model, windows, found.row, batch, progress)
+    probe = _Probe(model, windows, found.row, batch, progress, fit)
     with _borrowed(probe.model):
         grown, last = probe.measure(found.sized(size), f"{size} layers")
     return replace(found, grown=_by_size(*found.grown, grown), last=_by_size(*found.last, last))
@@ -142,10 +159,27 @@ def windows_of(tokens: Sequence[int], window: int, most: int, begin: int | None 
     return rows
 
 
+def rows_of(tokens: Sequence[int], measured: Tensor, most: int, batch: int, begin: int | None = None) -> Tensor:
+    """Rows to fit on, [n, window], a multiple of `batch`: at most `most` tokens of a text, behind its windows."""
+    window = measured.shape[1] - 1
+    at = len(measured) * window + 1
+    if not (count := min(most, len(tokens) - at) // (batch * window) * batch):
+        raise LadderError(
+            f"a fit takes {batch * window} tokens at least, a batch of windows, behind the {at} that are measured on; "
+            f"{most} are wanted, and the text has {len(tokens)}"
+        )
+    rows = torch.tensor(tokens[at : at + count * window], dtype=torch.long).view(count, window)
+    if begin is not None:
+        rows[:, 0] = begin
+    return rows
+
+
 class _Probe:
     """A model whose wirings are tried on the same windows; what was measured is remembered."""
 
-    def __init__(self, model: Any, windows: Tensor, row: str, batch: int, progress: Progress | None) -> None:
+    def __init__(
+        self, model: Any, windows: Tensor, row: str, batch: int, progress: Progress | None, fit: Tensor | None
+    ) -> None:
         self.model = inside(model)
         if not isinstance(self.model, PreTrainedModel):
             raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
@@ -160,7 +194,10 @@ class _Probe:
             raise LadderError(f"the text's tokens go up to {int(windows.max())}, the model has {vocabulary}")
         if batch < 1:
             raise LadderError(f"batch is {batch} windows: at least 1 is needed")
+        if fit is not None and not self.own.is_standard:
+            raise LadderError(f"only a model that was trained as standard can be fitted, and this one is {self.own}")
         self.windows, self.batch = windows, batch
+        self.fit, self.fitted = fit, 0 if fit is None else fit.numel()
         self.tokens = len(windows) * (windows.shape[1] - 1)
         self.tell = progress or (lambda done, total, what: None)
         self.known: dict[tuple[int, ...], Damage] = {}
@@ -176,26 +213,33 @@ class _Probe:
         fresh = fresh if () in self.known else [(), *fresh]
         sums: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in fresh}
         done, total = 0, len(fresh) * len(self.windows)
-        for rows in self.windows.split(self.batch):
-            original = self._logits((), rows)
-            for layers in fresh:
-                logits = self._logits(layers, rows) if layers else original
-                sums[layers] += [
-                    _scores(*pair) for pair in zip(logits, original, rows[:, 1:].to(logits.device), strict=True)
-                ]
-                done += len(rows)
-                self.tell(done, total, what)
-            if sums.get(()) and bool(sums[()][-1].isnan().any()):
-                raise LadderError("the model's output is not finite: check its weights, or take a wider dtype")
+        for group in [fresh] if self.fit is None else [[layers] for layers in fresh]:
+            solved = None if self.fit is None or not group[0] else self._solved(group[0], self.fit)
+            for rows in self.windows.split(self.batch):
+                original = self._logits((), rows)
+                for layers in group:
+                    logits = self._logits(layers, rows, solved) if layers else original
+                    sums[layers] += [
+                        _scores(*pair) for pair in zip(logits, original, rows[:, 1:].to(logits.device), strict=True)
+                    ]
+                    done += len(rows)
+                    self.tell(done, total, what)
+                if sums.get(()) and bool(sums[()][-1].isnan().any()):
+                    raise LadderError("the model's output is not finite: check its weights, or take a wider dtype")
         for layers in fresh:
             self.known[layers] = self._damage(layers, torch.stack(sums[layers]).cpu())
         return [self.known[layers] for layers in sets]
 
-    def _logits(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
-        """[windows, positions, vocabulary]"""
-        wire_layers(self.model, self.wiring(layers))
+    def _logits(self, layers: tuple[int, ...], rows: Tensor, solved: Any = None) -> Tensor:
+        """[windows, positions, vocabulary], of the model or of one that was fitted to these layers' wiring."""
+        if solved is None:
+            wire_layers(self.model, self.wiring(layers))
         inputs = rows[:, :-1].to(self.model.device)
-        return self.model(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        return (solved or self.model)(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def _solved(self, layers: tuple[int, ...], rows: Tensor) -> Any:
+        wire_layers(self.model, self.own)
+        return solve(copy.deepcopy(self.model), self.wiring(layers), rows, batch=self.batch)
 
     def _damage(self, layers: tuple[int, ...], sums: Tensor) -> Damage:
         counts = torch.full((len(sums),), float(self.windows.shape[1] - 1), dtype=torch.float64)

@@ -78,7 +78,7 @@ def _mark(axis: Any, damage: Damage) -> None:
 
 
 def _told(name: str, scan: Scan, proposal: Proposal | None) -> str:
-    title = f"{name}: what it costs to wire layers as {scan.row}, before any training"
+    title = f"{name}: what it costs to wire layers as {scan.row}, {scan.state}"
     if proposal is None:
         return title
     told = f"\nproposed: {len(proposal.damage.layers)} of {len(scan.order)} layers, KL {proposal.damage.kl:.3g}"

@@ -37,6 +37,9 @@ class ScanOptions:
     window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
     batch: int = option(8, "Windows at a time.")
     points: int = option(8, "About so many sizes of sets, and those that --budget or --speed needs; 0 for all.")
+    fit: int | None = option(
+        None, "Fit each set on about so many tokens behind those (see `ladder fit`), and measure what is left."
+    )
     greedy: bool = option(False, "Choose each next layer by trying all that remain: slow, for small models.")
     budget: float | None = option(None, "Propose the largest set with at most this KL, in nats per token.")
     speed: float | None = option(None, "Propose the smallest set that makes tokens so many times as fast as standard.")
@@ -50,9 +53,9 @@ class ScanOptions:
     json: bool = option(False, "One JSON line per measurement instead of the tables.")
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("batch", 1), ("points", 0)):
-            if getattr(self, name) < least:
-                raise LadderError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        for name, least in (("tokens", 1), ("batch", 1), ("points", 0), ("fit", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise LadderError(f"{name} is {value}: it must be at least {least}")
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise LadderError(f"{self.plot} cannot be written: there is no folder {self.plot.parent}")
         if self.plot is not None and self.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
@@ -108,36 +111,40 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
         config = pretrained(AutoConfig, options.model)
         own = original_wiring(config)
         layers = tried(own, row)
-        windows = _windows(options, config)
+        if options.fit is not None and not own.is_standard:
+            raise LadderError(f"--fit is for a model that was trained as standard, and {options.model} is {own}")
+        windows, rows = _windows(options, config)
         predictor = _predictor(options, config)
         if options.speed is not None and predictor is not None:
             check_reach(options.speed, own, layers, row, predictor)
         model = pretrained(AutoModelForCausalLM, options.model, dtype=options.dtype).to(options.device)
-        found = scan(model, windows, row, options.points, options.greedy, options.batch, progress)
+        found = scan(model, windows, row, options.points, options.greedy, options.batch, progress, rows)
         if options.speed is not None and predictor is not None:
             size = size_for(found, options.speed, predictor)
-            found = extended(model, windows, found, size, options.batch, progress)
+            found = extended(model, windows, found, size, options.batch, progress, rows)
         elif options.budget is not None:
             while (between := size_between(found, options.budget)) is not None:
-                found = extended(model, windows, found, between, options.batch, progress)
+                found = extended(model, windows, found, between, options.batch, progress, rows)
     return found, predictor
 
 
-def _windows(options: ScanOptions, config: Any) -> "Tensor":
-    """The text as this model's tokens."""
+def _windows(options: ScanOptions, config: Any) -> tuple["Tensor", "Tensor | None"]:
+    """The text as this model's tokens: windows to measure on, and rows to fit on."""
     from transformers import AutoTokenizer
 
-    from ladder.adapt.scan import windows_of
+    from ladder.adapt.scan import rows_of, windows_of
     from ladder.hf.load import pretrained
     from ladder.hf.measures import begin_of, checked_window
 
     window = checked_window(config, options.window)
-    words = _words(options.data, options.field, CHARACTERS * (options.tokens + 1))
+    words = _words(options.data, options.field, CHARACTERS * (options.tokens + (options.fit or 0) + 1))
     tokenizer = pretrained(AutoTokenizer, options.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= config.vocab_size:
         raise LadderError(f"{options.model}: the tokenizer's ids go up to {largest}, the model has {config.vocab_size}")
-    return windows_of(list(tokenizer(words)["input_ids"]), window, options.tokens, begin_of(tokenizer))
+    ids, begin = list(tokenizer(words)["input_ids"]), begin_of(tokenizer)
+    windows = windows_of(ids, window, options.tokens, begin)
+    return windows, None if options.fit is None else rows_of(ids, windows, options.fit, options.batch, begin)
 
 
 def _words(file: Path, field: str, most: int) -> str:
@@ -178,7 +185,7 @@ def _lines(options: ScanOptions, found: "Scan", proposal: "Proposal | None") -> 
 
     from ladder.bench.machine import machine
 
-    about = {"model": options.model, "tokens": found.tokens}
+    about = {"model": options.model, "tokens": found.tokens, "fit_tokens": found.fitted}
     about |= {"original_perplexity": _finite(found.original.perplexity), **machine(torch.device(options.device))}
     for kind, sets in (("alone", found.alone), ("grown", found.grown), ("last", found.last)):
         for damage in sets:
@@ -210,7 +217,7 @@ def _print(model: str, found: "Scan", predictor: "Predictor | None") -> None:
     first = found.original
     typer.echo(
         f"{Path(model).name}, {first.wiring}: perplexity {shown(first.perplexity, first.perplexity_stderr)} on "
-        f"{found.tokens} tokens; KL is to this original, in nats per token, before any training"
+        f"{found.tokens} tokens; KL is to this original, in nats per token, {found.state}"
     )
     heads = ("layer", "KL", "perplexity", "same token")
     table = Table(
