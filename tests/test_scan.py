@@ -149,16 +149,16 @@ def test_as_ladder_eval_measures_it(windows: Tensor) -> None:
 def test_what_a_fit_leaves(model: Any, windows: Tensor) -> None:
     """Each set on a copy of its own, fitted as `ladder fit` does it; the model stays what it was."""
     rows = torch.randint(2, 97, (60, 12), generator=torch.Generator().manual_seed(4))
-    before, bare = looks(model), scan(model, windows, points=1, batch=2)
+    before, bare = looks(model), scan(model, windows, points=1, batch=30)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    found = extended(model, windows, scan(model, windows, points=1, batch=2, fit=rows), 3, 2, None, rows)
+    found = extended(model, windows, scan(model, windows, points=1, batch=30, fit=rows), 3, 30, None, rows)
     assert [len(damage.layers) for damage in found.grown] == [1, 2, 3, 4]
     assert looks(model) == before and all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert (found.fitted, bare.fitted, found.original) == (720, 0, bare.original)
     with torch.no_grad():
         source = model(windows[:, :-1]).logits.log_softmax(-1)
         for damage in (*found.alone, *found.grown, *found.last):
-            fitted = solve(copy.deepcopy(model), damage.wiring, rows, batch=2)(windows[:, :-1]).logits.log_softmax(-1)
+            fitted = solve(copy.deepcopy(model), damage.wiring, rows, batch=30)(windows[:, :-1]).logits.log_softmax(-1)
             assert damage.kl == pytest.approx(float((source.exp() * (source - fitted)).sum(-1).mean()), rel=1e-9)
             assert damage.agreement == pytest.approx(float((source.argmax(-1) == fitted.argmax(-1)).double().mean()))
     merely = {damage.wiring: damage.kl for damage in bare.last}
@@ -329,7 +329,7 @@ def test_json_lines(run: Run, folder: Path) -> None:
 
 def test_fitted_sets(run: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "long").write_text(20 * WORDS)
-    arguments = ["--data", tmp_path / "long", "--window", 16, "--tokens", 64, "--points", 1, "--batch", 4]
+    arguments = ["--data", tmp_path / "long", "--window", 16, "--tokens", 64, "--points", 1, "--batch", 16]
     found = {}
     for fit in ([], ["--fit", 1300]):
         status, out, err = run("scan", folder / "m", *arguments, *fit, "--json")
