@@ -80,6 +80,8 @@ def adaptation(pyplot: Any) -> Any:
         axis.annotate(text, (line["kl"], at), (8, 0), textcoords="offset points", va="center", fontsize=9)
     axis.grid(axis="y", color="#dddddd", linewidth=0.6)
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
+    axis.xaxis.set_minor_formatter(lambda kl, _: "")
     axis.set_xlim(right=4 * max(line["kl"] for line in rows))
     axis.set_xlabel("KL to the original, nats per token of held-out text")
     return figure

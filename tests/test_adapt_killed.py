@@ -85,6 +85,16 @@ def test_a_damaged_checkpoint(
     assert begun[0] == 3 and [step for step, _ in log(tmp_path / "out")] == [2, 4, 6, 8]
 
 
+def test_a_run_from_before_an_option_was_refused_is_continued(model: Path, data: Path, tmp_path: Path) -> None:
+    """It named a way for a staleness that does not move; without it the run goes on."""
+    options = AdaptOptions(str(model), tmp_path / "out", staleness=0.0)
+    with pytest.raises(Stop):
+        adapt(options, adapting(data, 8), until(6))
+    run = json.loads((tmp_path / "out/run.json").read_text())
+    (tmp_path / "out/run.json").write_text(json.dumps({**run, "staleness_way": "last"}))
+    assert adapt(options, adapting(data, 8), silent)["eval_kl"] > 0
+
+
 def test_a_run_from_before_there_was_an_option_is_continued(model: Path, data: Path, tmp_path: Path) -> None:
     options = (AdaptOptions(str(model), tmp_path / "out"), adapting(data, 8))
     with pytest.raises(Stop):

@@ -1,6 +1,7 @@
 """The original's answers on disk: asked for once, by one rank or several, in one go or not, for one run or several."""
 
 import fcntl
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ladder.adapt import teacher
 from ladder.adapt.distill import adapt
 from ladder.adapt.options import AdaptOptions
 from ladder.adapt.shards import Shards, Windows
-from ladder.adapt.teacher import Ranks, remember
+from ladder.adapt.teacher import Questions, Ranks
 from ladder.errors import LadderError
 from tests import training as tiny
 from tests.training import WINDOW, Stop, adapting, log, same, silent, until, weights
@@ -53,12 +54,35 @@ def original() -> Original:
 @pytest.fixture
 def ask(windows: Windows, original: Original, tmp_path: Path) -> Callable[..., Any]:
     def ask(
-        folder: str = "teacher", count: int = TOP, progress: Any = silent, asked: Any = windows, **more: Any
-    ) -> Any:
-        facts = {"model": more.pop("model", "a")}
-        return remember(original, asked, tmp_path / folder, count, facts, progress, more.pop("ranks", None))
+        folder: str = "teacher", count: int = TOP, progress: Any = silent, asked: Any = windows, weights: str = "a",
+        ranks: Ranks | None = None,
+    ) -> Any:  # fmt: skip
+        questions = Questions(asked, tmp_path / folder, count, {"weights": weights}, ranks)
+        if ranks is not None:
+            ranks.meet()
+        return questions.answers(original, progress)
 
     return ask
+
+
+def together(count: int, work: Callable[[Ranks], Any]) -> list[str]:
+    """What became of each rank: the sentence that it was refused with, or how it ended."""
+    barrier, ended = threading.Barrier(count, timeout=60), [""] * count
+
+    def rank(number: int) -> None:
+        try:
+            work(Ranks(number, count, barrier.wait))
+            ended[number] = "well"
+        except (Stop, LadderError, threading.BrokenBarrierError) as error:
+            barrier.abort()
+            ended[number] = str(error) or type(error).__name__
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
 
 
 def files(folder: Path) -> list[bytes]:
@@ -74,22 +98,46 @@ def test_the_likeliest_tokens(ask: Callable[..., Any], windows: Windows, origina
         torch.testing.assert_close(found[row]["teacher_logs"].float(), logs, rtol=1e-3, atol=1e-2)
 
 
-def test_asked_once(ask: Callable[..., Any], original: Original, tmp_path: Path, data: Path) -> None:
-    """Not even loaded where its answers are there; of other facts, or cut, they are refused; so is a full disk."""
+def test_asked_once(ask: Callable[..., Any], original: Original, tmp_path: Path) -> None:
+    """Not even loaded where its answers are there; other answers, and such as were cut, are refused."""
     first, again = ask(), ask()
     assert original.loads == 1 and torch.equal(first[3]["teacher_ids"], again[3]["teacher_ids"])
     assert {file.name for file in (tmp_path / "teacher").iterdir()} == {"logs.bin", "ids.bin", "teacher.json", "lock"}
     others = Windows(Shards.open(tiny.tokens(tmp_path / "other", seed=2)), WINDOW, limit=len(first))
     assert len(others) == len(first)
-    for change in ({"model": "b"}, {"count": TOP + 1}, {"asked": others}):
-        with pytest.raises(LadderError, match="holds the answers of another teacher or to other data: remove it"):
+    for change, fact in (
+        ({"weights": "b"}, "weights a instead of b"),
+        ({"count": 4}, "top 3"),
+        ({"asked": others}, "sample"),
+    ):
+        with pytest.raises(LadderError, match=f"teacher holds other answers, of {fact}.*: name another --teacher"):
             ask(**change)
     os.truncate(tmp_path / "teacher/logs.bin", 100)
     with pytest.raises(LadderError, match="teacher is damaged: remove it"):
         ask()
-    with pytest.raises(LadderError, match=r"the teacher's answers need .* GB, the disk has .* GB: lower --teacher-top"):
-        ask("full", 10**12)
-    assert original.loads == 1 and not (tmp_path / "full").exists()
+    assert original.loads == 1
+
+
+def test_what_is_refused_is_refused_before_anything_is_written(
+    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/ids.bin").write_text("precious")
+    (tmp_path / "closed").mkdir()
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed" and allowed(path, mode))
+    before = sorted(tmp_path.rglob("*"))
+    for name, count, sentence in (
+        ("new", 10**12, r"the teacher's answers need .* GB, the disk has .* GB: lower --teacher-top"),
+        ("file", 1, "cannot be written into .*file: name another --teacher"),
+        ("file/deep", 1, "cannot be written into .*deep: name another --teacher"),
+        ("closed/deep", 1, "cannot be written into .*deep: name another --teacher"),
+        ("foreign", 1, "foreign holds something else than a teacher's answers: name another --teacher"),
+    ):
+        with pytest.raises(LadderError, match=sentence):
+            Questions(windows, tmp_path / name, count, {})
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "foreign/ids.bin").read_text() == "precious"
 
 
 def test_goes_on_where_it_was_stopped(
@@ -102,11 +150,42 @@ def test_goes_on_where_it_was_stopped(
     with pytest.raises(Stop):
         ask(progress=until(5 * 8, asking=True))
     assert original.rows == 5 * 8 and not (tmp_path / "teacher/teacher.json").exists()
-    with pytest.raises(LadderError, match="holds the answers of another teacher"):
-        ask(model="b")
+    with pytest.raises(LadderError, match="holds other answers, of weights a instead of b"):
+        ask(weights="b")
     original.rows = 0
     ask()
     assert original.rows == len(windows) - 4 * 8 and files(tmp_path / "teacher") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("size", [None, 0, 2])
+def test_an_account_that_was_cut_is_none(
+    size: int | None, ask: Callable[..., Any], original: Original, windows: Windows, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All is asked anew; nothing that was not answered is taken for an answer."""
+    ask("whole")
+    monkeypatch.setattr(teacher, "_SAFE", 1)
+    with pytest.raises(Stop):
+        ask(progress=until(5 * 8, asking=True))
+    account = tmp_path / "teacher/answered.bin"
+    account.unlink() if size is None else os.truncate(account, size)
+    original.rows = 0
+    ask()
+    assert original.rows == len(windows) and files(tmp_path / "teacher") == files(tmp_path / "whole")
+
+
+def test_what_an_earlier_version_left(ask: Callable[..., Any], original: Original, tmp_path: Path) -> None:
+    """Its answers are taken, as far as it noted what they are; what it had begun is begun anew."""
+    known = tmp_path / "teacher/teacher.json"
+    ask()
+    facts = json.loads(known.read_text())
+    known.write_text(json.dumps({"model": "m", **{name: facts[name] for name in ("top", "windows", "window")}}))
+    ask()
+    assert original.loads == 1
+    known.unlink()
+    (tmp_path / "teacher/lock").unlink()
+    ask()
+    assert original.loads == 2 and json.loads(known.read_text()) == facts
 
 
 def test_ranks_share_the_questions(
@@ -115,54 +194,35 @@ def test_ranks_share_the_questions(
     """Three of them, after two of which were stopped; the answers are those of one."""
     ask("whole")
     monkeypatch.setattr(teacher, "_SAFE", 1)
-    original.rows, ended = 0, list[str]()
-
-    def together(count: int, progress: Any) -> None:
-        barrier = threading.Barrier(count, timeout=60)
-
-        def rank(number: int) -> None:
-            try:
-                ask(ranks=Ranks(number, count, barrier.wait), progress=progress)
-                ended.append("well")
-            except Stop:
-                barrier.abort()
-                ended.append("stopped")
-            except threading.BrokenBarrierError:
-                ended.append("alone")
-
-        threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    together(2, until(64, asking=True))
-    before = original.rows
-    assert "stopped" in ended and "well" not in ended and 0 < before < len(windows)
-    ended.clear()
-    together(3, silent)
-    assert ended == ["well"] * 3 and files(tmp_path / "teacher") == files(tmp_path / "whole")
+    original.rows = 0
+    ended = together(2, lambda ranks: ask(ranks=ranks, progress=until(64, asking=True)))
+    assert "Stop" in ended and "well" not in ended and 0 < original.rows < len(windows)
+    assert together(3, lambda ranks: ask(ranks=ranks)) == ["well"] * 3
+    assert files(tmp_path / "teacher") == files(tmp_path / "whole")
     assert len(windows) <= original.rows <= len(windows) + 2 * 8  # what was under way was asked again
 
 
 def test_ranks_that_do_not_see_each_other(ask: Callable[..., Any], tmp_path: Path) -> None:
-    """One of two, on a disk of its own."""
-    with pytest.raises(LadderError, match=r"not all ranks' answers are in .*: it must be one that all machines see"):
+    """Each on a disk of its own; nobody takes a part for the whole."""
+    ended = together(2, lambda ranks: ask(str(ranks.rank), ranks=ranks))
+    assert ended[1].endswith("as others do: all machines must") and ended[0] == "BrokenBarrierError"
+    with pytest.raises(LadderError, match=r"some ranks' answers are not in .*: all machines must see it"):
         ask(ranks=Ranks(0, 2))
-    assert not (tmp_path / "teacher/teacher.json").exists() and len(ask())
+    assert not [*tmp_path.glob("*/teacher.json")] and len(ask())
 
 
 def test_one_run_at_a_time(ask: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "teacher").mkdir()
     with (tmp_path / "teacher/lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LadderError, match=r"another run is asking the original for .*teacher: wait until it has"):
-            ask()
+        ended = together(2, lambda ranks: ask(ranks=ranks))
+        assert len([told for told in ended if told.startswith("another run is asking the original for")]) == 2
+        assert ended[0].endswith("teacher: wait until it has")
     assert len(ask())
 
 
 def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None:
-    """The second asks nothing, and learns the same."""
+    """The second asks nothing, and learns the same; one with other questions is refused, and leaves nothing."""
     told: list[list[str]] = [[], []]
     for number, said in enumerate(told):
         options = AdaptOptions(str(model), tmp_path / str(number), teacher_top=8, teacher=tmp_path / "shared")
@@ -170,11 +230,18 @@ def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None
     assert ["asking the original" in said for said in told] == [True, False]
     assert log(tmp_path / "0") == log(tmp_path / "1") and same(weights(tmp_path / "0"), weights(tmp_path / "1"))
     assert not (tmp_path / "0" / "teacher").exists()
-    with pytest.raises(LadderError, match="shared holds the answers of another teacher or to other data"):
-        adapt(
-            AdaptOptions(str(model), tmp_path / "2", teacher_top=8, teacher=tmp_path / "shared"),
-            adapting(data, 8, batch=4), silent,
-        )  # fmt: skip
+    for folder, changes, sentence in (
+        ("shared", {"batch": 4}, r"shared holds other answers, of .*: name another --teacher"),
+        ("shared", {"dtype": "bfloat16"}, "of dtype float32 instead of bfloat16"),
+        ("2", {}, "2 is where the run goes: name another --teacher"),
+        ("0", {}, "0 holds something else than a teacher's answers"),
+    ):
+        with pytest.raises(LadderError, match=sentence):
+            adapt(
+                AdaptOptions(str(model), tmp_path / "2", teacher_top=8, teacher=tmp_path / folder),
+                adapting(data, 8, **changes), silent,
+            )  # fmt: skip
+        assert not (tmp_path / "2").exists()
 
 
 def test_two_processes(model: Path, data: Path, tmp_path: Path) -> None:

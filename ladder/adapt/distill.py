@@ -1,6 +1,7 @@
 """ladder adapt: a model learns to be itself again under another wiring, from its own original."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ladder.adapt.options import AdaptOptions, TrainingOptions
 from ladder.adapt.original import check_start, read_original, read_tokenizer
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.staleness import Moving
-from ladder.adapt.teacher import Present, Ranks, Remembered, Teacher, remember
+from ladder.adapt.teacher import Present, Questions, Ranks, Remembered, Teacher
 from ladder.adapt.work import Data, Job, compile_layers, save, work
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
@@ -32,6 +33,8 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """
     folders = {"model": Path(options.model), "start": options.start, "data": training.data, "valid": training.valid}
     wanted = {**place.asked(options, training, **folders), "staleness": options.moving}
+    if not options.moving:
+        del wanted["staleness_way"]  # which runs from before it was refused may have said
     place.check(options.out, wanted)
     if place.finished(options.out):
         raise LadderError(f"{options.out} is finished: name a new folder")
@@ -45,14 +48,14 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
                 compile_layers(model)
             return model
 
-        def asked() -> Any:
-            facts = {"model": options.model, "data": data.shards.fingerprint, "tokens": data.shards.tokens}
-            if Path(options.model).is_dir():
-                facts["weights"] = place.digest(Path(options.model))
-            folder, state = options.teacher or options.out / "teacher", args.distributed_state
-            ranks = Ranks(args.process_index, args.world_size, state.wait_for_everyone)
-            return remember(original, data.train, folder, options.teacher_top, facts, progress, ranks)
+        def questions() -> Questions:
+            source = Path(options.model)
+            facts: dict[str, Any] = {"weights": place.digest(source)} if source.is_dir() else {"model": options.model}
+            facts |= {"data": data.shards.fingerprint, "tokens": data.shards.tokens, "dtype": training.precision}
+            ranks = Ranks(args.process_index, args.world_size, args.distributed_state.wait_for_everyone)
+            return Questions(data.train, options.answers, options.teacher_top, facts, ranks)
 
+        asked = questions() if options.teacher_top else None
         teacher: Teacher | None = None
         if options.kl_weight or options.hidden_weight:
             teacher = Remembered() if options.teacher_top else Present(original())
@@ -66,7 +69,8 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         finish = _finisher(options, wiring, tokenizer, own)
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
         moving = Moving(steps, options.staleness_way, wired, len(wiring.layers), training.seed) if steps else None
-        return Job(model, weights, teacher, asked if options.teacher_top else lambda: data.train, moving, finish)
+        windows = (lambda: data.train) if asked is None else partial(asked.answers, original, progress)
+        return Job(model, weights, teacher, windows, moving, finish)
 
     return work(options.out, wanted, training, make, progress)
 
@@ -93,8 +97,8 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
     if options.teacher_top >= config.vocab_size:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
-    if options.teacher is not None and options.teacher.exists() and not options.teacher.is_dir():
-        raise LadderError(f"{options.teacher} is a file: --teacher is a folder")
+    if options.teacher_top and options.answers.resolve() == options.out.resolve():
+        raise LadderError(f"{options.out} is where the run goes: name another --teacher, or none")
     if options.method == "lora" and find_spec("peft") is None:
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
     if options.start is not None:

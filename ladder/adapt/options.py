@@ -128,7 +128,9 @@ class AdaptOptions:
         0, "Keep only so many of the original's logits, on disk; 0: the original stays in memory."
     )
     teacher: Path | None = option(
-        None, "Folder for what --teacher-top keeps, which runs on the same text can share; default: OUT/teacher."
+        None,
+        "Folder for what --teacher-top keeps. Runs of one model with the same data, --tokens, --batch and --window can "
+        "share it; default: OUT/teacher.",
     )
     rank: int = option(16, "Of --method lora.")
     reduction: int = option(8, "How much narrower than the model --method side's network is.")
@@ -161,6 +163,11 @@ class AdaptOptions:
         _at_least("rank", self.rank, 1)
         _at_least("ranks", self.ranks, 1)
         _at_least("reduction", self.reduction, 1)
+
+    @property
+    def answers(self) -> Path:
+        """Where the original's are kept."""
+        return self.teacher or self.out / "teacher"
 
     @property
     def moving(self) -> float:

@@ -21,6 +21,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, isnan
 from typing import Any
 
@@ -214,7 +215,9 @@ class _Probe:
         sums: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in fresh}
         done, total = 0, len(fresh) * len(self.windows)
         for group in [fresh] if self.fit is None else [[layers] for layers in fresh]:
-            solved = None if self.fit is None or not group[0] else self._solved(group[0], self.fit)
+            solved = None
+            if self.fit is not None and group[0]:
+                solved = self._solved(group[0], self.fit, partial(self.tell, done, total))
             for rows in self.windows.split(self.batch):
                 original = self._logits((), rows)
                 for layers in group:
@@ -237,9 +240,12 @@ class _Probe:
         inputs = rows[:, :-1].to(self.model.device)
         return (solved or self.model)(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
 
-    def _solved(self, layers: tuple[int, ...], rows: Tensor) -> Any:
+    def _solved(self, layers: tuple[int, ...], rows: Tensor, tell: Callable[[str], None]) -> Any:
+        def progress(layer: int, count: int, what: str) -> None:
+            tell(f"{what} layer {layer} of {count}")
+
         wire_layers(self.model, self.own)
-        return solve(copy.deepcopy(self.model), self.wiring(layers), rows, batch=self.batch)
+        return solve(copy.deepcopy(self.model), self.wiring(layers), rows, batch=self.batch, progress=progress)
 
     def _damage(self, layers: tuple[int, ...], sums: Tensor) -> Damage:
         counts = torch.full((len(sums),), float(self.windows.shape[1] - 1), dtype=torch.float64)

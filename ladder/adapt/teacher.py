@@ -22,7 +22,7 @@ from ladder.adapt.loss import Top, top
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
 
-KNOWN, ASKED, ANSWERED = "teacher.json", "asked.json", "answered.bin"
+KNOWN, ASKED, ANSWERED, LOCK = "teacher.json", "asked.json", "answered.bin", "lock"
 LOGS, IDS = "logs.bin", "ids.bin"
 KINDS = {LOGS: np.float16, IDS: np.int32}
 _AT_ONCE = 8  # rows of a teacher's pass
@@ -111,94 +111,111 @@ class Ranks:
     meet: Callable[[], None] = lambda: None
 
 
-def remember(
-    original: Callable[[], Any],
-    windows: Any,
-    folder: Path,
-    count: int,
-    facts: dict[str, Any],
-    progress: Progress,
-    ranks: Ranks | None = None,
-) -> Memory:
-    """Ask the teacher about every window, once, each rank about its share. What lies in `folder` of the same `facts` is
-    taken as it is, and where it is complete the original not even loaded.
+class Questions:
+    """About every window, asked once, by each rank about its share. What lies in the folder of the same facts is taken
+    as it is, and where it is complete the original is not even loaded. Whatever can be refused is, when this is made:
+    by all ranks alike, and before anything is written.
     """
-    ranks = ranks or Ranks()
-    facts = {**facts, "top": count, "windows": len(windows), "window": len(windows[0]["input_ids"])}
-    facts["sample"] = _sample(windows)
-    if not _holds(folder / KNOWN, facts) and not _holds(folder / ASKED, facts):
-        need, free = len(windows) * facts["window"] * count * 6, shutil.disk_usage(_there(folder)).free
-        if need > free:
+
+    def __init__(
+        self, windows: Any, folder: Path, count: int, facts: dict[str, Any], ranks: Ranks | None = None
+    ) -> None:
+        self._windows, self._folder, self._count, self._ranks = windows, folder, count, ranks or Ranks()
+        self._window, self._passes = len(windows[0]["input_ids"]), -(-len(windows) // _AT_ONCE)
+        asked = {"top": count, "windows": len(windows), "window": self._window, "sample": _sample(windows)}
+        self._facts = {**facts, **asked}
+        if not self._holds(KNOWN):
+            self._check()
+
+    def answers(self, original: Callable[[], Any], progress: Progress) -> Memory:
+        """All of them; what is missing is asked now."""
+        folder, first, meet = self._folder, self._ranks.rank == 0, self._ranks.meet
+        with ExitStack() as stack:
+            if first and not (folder / KNOWN).exists():
+                stack.enter_context(_owned(folder))
+                if not self._holds(KNOWN) and not self._begun():
+                    self._begin()
+            meet()
+            if not (folder / KNOWN).exists():
+                if not self._begun():
+                    raise LadderError(f"this rank does not see {folder} as others do: all machines must")
+                before = (folder / ANSWERED).read_bytes()
+                meet()  # until then all read the same there
+                self._ask(original(), before, progress)
+                meet()
+                if first:
+                    if not all((folder / ANSWERED).read_bytes()):
+                        raise LadderError(f"some ranks' answers are not in {folder}: all machines must see it")
+                    write(folder / KNOWN, json.dumps(self._facts))
+                meet()
+            if first:
+                for name in (ASKED, ANSWERED):
+                    (folder / name).unlink(missing_ok=True)
+        return Memory(self._windows, folder)
+
+    def _check(self) -> None:
+        there = next(path for path in (self._folder, *self._folder.resolve().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise LadderError(f"the teacher's answers cannot be written into {self._folder}: name another --teacher")
+        if there == self._folder:
+            _refuse_locked(there)
+            found = {file.name for file in there.iterdir()} - {LOCK}
+            if not self._holds(ASKED) and found and found != KINDS.keys():  # of an earlier version, begun
+                raise LadderError(f"{there} holds something else than a teacher's answers: name another --teacher")
+        need, free = len(self._windows) * self._window * self._count * 6, shutil.disk_usage(there).free
+        if not self._begun() and need > free:
             raise LadderError(
                 f"the teacher's answers need {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB: lower --teacher-top"
             )
-    ranks.meet()  # until then the others look at what is there
-    with ExitStack() as stack:
-        if ranks.rank == 0 and not (folder / KNOWN).exists():
-            stack.enter_context(_owned(folder))
-            if not _holds(folder / KNOWN, facts) and not _holds(folder / ASKED, facts):
-                _begin(folder, len(windows), facts)
-        ranks.meet()
-        if not (folder / KNOWN).exists():
-            before = (folder / ANSWERED).read_bytes()
-            ranks.meet()  # until then all read the same there
-            _ask(original(), windows, folder, count, before, progress, ranks)
-            ranks.meet()
-            if ranks.rank == 0:
-                _end(folder, facts)
-            ranks.meet()
-    return Memory(windows, folder)
 
+    def _holds(self, name: str) -> bool:
+        """Whether these answers are there, or begun; what an earlier version did not note is not asked for."""
+        if not (self._folder / name).exists():
+            return False
+        found = read_json(self._folder / name)
+        for fact in found.keys() & self._facts.keys():
+            if found[fact] != self._facts[fact]:
+                raise LadderError(
+                    f"{self._folder} holds other answers, of {fact} {found[fact]} instead of {self._facts[fact]}: name "
+                    "another --teacher, or remove it if nobody needs it"
+                )
+        return True
 
-def _begin(folder: Path, windows: int, facts: dict[str, Any]) -> None:
-    for name in (*KINDS, ANSWERED):
-        (folder / name).write_bytes(b"")
-    os.truncate(folder / ANSWERED, -(-windows // _AT_ONCE))
-    write(folder / ASKED, json.dumps(facts))
+    def _begun(self) -> bool:
+        file = self._folder / ANSWERED
+        return self._holds(ASKED) and file.exists() and file.stat().st_size == self._passes
 
+    def _begin(self) -> None:
+        write(self._folder / ASKED, json.dumps(self._facts))
+        for name in KINDS:
+            (self._folder / name).write_bytes(b"")
+        write(self._folder / ANSWERED, "\0" * self._passes)
 
-def _end(folder: Path, facts: dict[str, Any]) -> None:
-    if not all((folder / ANSWERED).read_bytes()):
-        raise LadderError(f"not all ranks' answers are in {folder}: it must be one that all machines see")
-    write(folder / KNOWN, json.dumps(facts))
-    for name in (ASKED, ANSWERED):
-        (folder / name).unlink()
-
-
-def _ask(model: Any, windows: Any, folder: Path, count: int, before: bytes, progress: Progress, ranks: Ranks) -> None:
-    """This rank's share of what was not answered before. An answer counts once it is safe on the disk."""
-    left = [at for at, known in enumerate(before) if not known][ranks.rank :: ranks.count]
-    rest = ranks.count * len(left)
-    with _still(model), ExitStack() as stack:
-        files = {name: stack.enter_context((folder / name).open("r+b")) for name in (*KINDS, ANSWERED)}
-        for some in (left[at : at + _SAFE] for at in range(0, len(left), _SAFE)):
-            for at in some:
-                rows = range(at * _AT_ONCE, min((at + 1) * _AT_ONCE, len(windows)))
-                tokens = torch.stack([windows[row]["input_ids"] for row in rows])
-                said = model(input_ids=tokens.to(model.device), use_cache=False).logits
-                found = [top(each, count) for each in said]
-                answers = {LOGS: [each.logs for each in found], IDS: [each.ids for each in found]}
-                for name, kind in KINDS.items():
-                    files[name].seek(rows.start * tokens.shape[1] * count * np.dtype(kind).itemsize)
-                    files[name].write(torch.stack(answers[name]).cpu().numpy().astype(kind).tobytes())
-                rest -= ranks.count
-                progress(min(len(windows), (len(before) - rest) * _AT_ONCE), len(windows), "asking the original")
-            for name in KINDS:
-                files[name].flush()
-                os.fsync(files[name].fileno())
-            for at in some:
-                files[ANSWERED].seek(at)
-                files[ANSWERED].write(b"\1")
-            files[ANSWERED].flush()
-
-
-def _holds(file: Path, facts: dict[str, Any]) -> bool:
-    """Whether these answers are there, or begun; what an earlier version did not note is not asked for."""
-    if not file.exists():
-        return False
-    if not read_json(file).items() <= facts.items():
-        raise LadderError(f"{file.parent} holds the answers of another teacher or to other data: remove it")
-    return True
+    def _ask(self, model: Any, before: bytes, progress: Progress) -> None:
+        """This rank's share of what was not answered before. An answer counts once it is safe on the disk."""
+        ranks, windows = self._ranks, self._windows
+        left = [at for at, known in enumerate(before) if not known][ranks.rank :: ranks.count]
+        rest = ranks.count * len(left)
+        with _still(model), ExitStack() as stack:
+            files = {name: stack.enter_context((self._folder / name).open("r+b")) for name in (*KINDS, ANSWERED)}
+            for some in (left[at : at + _SAFE] for at in range(0, len(left), _SAFE)):
+                for at in some:
+                    rows = range(at * _AT_ONCE, min((at + 1) * _AT_ONCE, len(windows)))
+                    tokens = torch.stack([windows[row]["input_ids"] for row in rows]).to(model.device)
+                    found = [top(said, self._count) for said in model(input_ids=tokens, use_cache=False).logits]
+                    values = {LOGS: [each.logs for each in found], IDS: [each.ids for each in found]}
+                    for name, kind in KINDS.items():
+                        files[name].seek(rows.start * self._window * self._count * np.dtype(kind).itemsize)
+                        files[name].write(torch.stack(values[name]).cpu().numpy().astype(kind).tobytes())
+                    rest -= ranks.count
+                    progress(min(len(windows), (len(before) - rest) * _AT_ONCE), len(windows), "asking the original")
+                for name in KINDS:
+                    files[name].flush()
+                    os.fsync(files[name].fileno())
+                for at in some:
+                    files[ANSWERED].seek(at)
+                    files[ANSWERED].write(b"\1")
+                files[ANSWERED].flush()
 
 
 def _sample(windows: Any) -> str:
@@ -212,17 +229,27 @@ def _sample(windows: Any) -> str:
 @contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """One run at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LadderError(f"another run is asking the original for {folder}: wait until it has") from None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    except OSError as error:
+        raise LadderError(f"the teacher's answers cannot be written: {error}") from None
+    with file:
+        _lock(file, fcntl.LOCK_EX, folder)
         yield
 
 
-def _there(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
+def _refuse_locked(folder: Path) -> None:
+    if (folder / LOCK).exists():
+        with (folder / LOCK).open() as file:
+            _lock(file, fcntl.LOCK_SH, folder)
+
+
+def _lock(file: Any, kind: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LadderError(f"another run is asking the original for {folder}: wait until it has") from None
 
 
 @contextmanager
