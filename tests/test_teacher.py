@@ -98,7 +98,7 @@ def test_the_likeliest_tokens(ask: Callable[..., Any], windows: Windows, origina
         torch.testing.assert_close(found[row]["teacher_logs"].float(), logs, rtol=1e-3, atol=1e-2)
 
 
-def test_asked_once(ask: Callable[..., Any], original: Original, tmp_path: Path) -> None:
+def test_asked_once(ask: Callable[..., Any], original: Original, windows: Windows, tmp_path: Path) -> None:
     """Not even loaded where its answers are there; other answers, and such as were cut, are refused."""
     first, again = ask(), ask()
     assert original.loads == 1 and torch.equal(first[3]["teacher_ids"], again[3]["teacher_ids"])
@@ -114,7 +114,7 @@ def test_asked_once(ask: Callable[..., Any], original: Original, tmp_path: Path)
             ask(**change)
     os.truncate(tmp_path / "teacher/logs.bin", 100)
     with pytest.raises(LadderError, match="teacher is damaged: remove it"):
-        ask()
+        Questions(windows, tmp_path / "teacher", TOP, {"weights": "a"})
     assert original.loads == 1
 
 
@@ -184,6 +184,7 @@ def test_what_an_earlier_version_left(ask: Callable[..., Any], original: Origina
     assert original.loads == 1
     known.unlink()
     (tmp_path / "teacher/lock").unlink()
+    (tmp_path / "teacher/asked.json.partial").write_text("{")  # of this version, killed as it began
     ask()
     assert original.loads == 2 and json.loads(known.read_text()) == facts
 

@@ -124,7 +124,9 @@ class Questions:
         self._window, self._passes = len(windows[0]["input_ids"]), -(-len(windows) // _AT_ONCE)
         asked = {"top": count, "windows": len(windows), "window": self._window, "sample": _sample(windows)}
         self._facts = {**facts, **asked}
-        if not self._holds(KNOWN):
+        if self._holds(KNOWN):
+            Memory(windows, folder)  # which refuses what is damaged
+        else:
             self._check()
 
     def answers(self, original: Callable[[], Any], progress: Progress) -> Memory:
@@ -159,7 +161,7 @@ class Questions:
             raise LadderError(f"the teacher's answers cannot be written into {self._folder}: name another --teacher")
         if there == self._folder:
             _refuse_locked(there)
-            found = {file.name for file in there.iterdir()} - {LOCK}
+            found = {file.name for file in there.iterdir()} - {LOCK, f"{ASKED}.partial"}
             if not self._holds(ASKED) and found and found != KINDS.keys():  # of an earlier version, begun
                 raise LadderError(f"{there} holds something else than a teacher's answers: name another --teacher")
         need, free = len(self._windows) * self._window * self._count * 6, shutil.disk_usage(there).free
