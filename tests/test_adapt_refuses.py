@@ -1,5 +1,6 @@
 """ladder adapt: what is refused, before anything is started."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.training import adapting, silent
     ("recompute", "--recompute has nothing to do for --method side"),
     ("top", "--teacher-top 300 is no part of a vocabulary of 300"),
     ("valid", "other was tokenized with another tokenizer than .*model"),
+    ("closed", "out cannot be written: nothing can be made in"),
     ("peft", "--method lora needs peft: pip install"),
     ("local", "'desync-2x' keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
     ("stale", "there is no way between the standard model and 'desync-2x': give --staleness 0"),
@@ -64,8 +66,10 @@ def test_refused(
             "fsdp": ({"method": "lora"}, {"fsdp": True}), "recompute": ({"method": "side"}, {"recompute": True}),
             "top": ({"teacher_top": 300}, {}), "valid": ({}, {"valid": tmp_path / "other"}),
             "local": ({"wiring": "desync-2x"}, {}), "stale": ({"wiring": "desync-2x", "ranks": 2}, {}),
-            "ranks": ({"ranks": 3}, {}), "emulated": ({"ranks": 2, "method": "lora"}, {}),
+            "ranks": ({"ranks": 3}, {}), "emulated": ({"ranks": 2, "method": "lora"}, {}), "closed": ({}, {}),
         }[what]  # fmt: skip
+        if what == "closed":
+            monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
         if what == "valid":
             tiny.tokens(tmp_path / "other", seed=2, vocab=280)
     with pytest.raises(LadderError, match=message) as refused:

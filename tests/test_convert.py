@@ -206,6 +206,19 @@ def test_refused(source: Path, tmp_path: Path, what: str, wiring: str | None, me
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed")
+    for out, sentence in (
+        ("file/a", "a cannot be made: .*file is a file"),
+        ("closed/a", "nothing can be made in .*closed"),
+    ):
+        with pytest.raises(LadderError, match=sentence):
+            convert(str(source), tmp_path / out, "ladder")
+    assert not [*(tmp_path / "closed").iterdir()]
+
+
 def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt

@@ -125,14 +125,13 @@ def test_what_is_refused_is_refused_before_anything_is_written(
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/ids.bin").write_text("precious")
     (tmp_path / "closed").mkdir()
-    allowed = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed" and allowed(path, mode))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed")
     before = sorted(tmp_path.rglob("*"))
     for name, count, sentence in (
         ("new", 10**12, r"the teacher's answers need .* GB, the disk has .* GB: lower --teacher-top"),
-        ("file", 1, "cannot be written into .*file: name another --teacher"),
-        ("file/deep", 1, "cannot be written into .*deep: name another --teacher"),
-        ("closed/deep", 1, "cannot be written into .*deep: name another --teacher"),
+        ("file", 1, "file cannot be made: .*file is a file"),
+        ("file/deep", 1, "deep cannot be made: .*file is a file"),
+        ("closed/deep", 1, "deep cannot be written: nothing can be made in .*closed"),
         ("foreign", 1, "foreign holds something else than a teacher's answers: name another --teacher"),
     ):
         with pytest.raises(LadderError, match=sentence):

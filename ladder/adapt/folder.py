@@ -18,6 +18,7 @@ from typing import Any
 from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
+from ladder.hf.convert import writable
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
 CONTENTS, _EDGE = "contents", 1 << 16
@@ -57,6 +58,7 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
     """Refuse a folder that is something else, or a run of other options."""
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a new folder")
+    writable(out)
     if not out.exists() or not any(out.iterdir()):
         return
     if not (out / RUN).exists():

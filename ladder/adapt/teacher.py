@@ -21,6 +21,7 @@ from ladder.adapt.log import Progress
 from ladder.adapt.loss import Top, top
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
+from ladder.hf.convert import writable
 
 KNOWN, ASKED, ANSWERED, LOCK = "teacher.json", "asked.json", "answered.bin", "lock"
 LOGS, IDS = "logs.bin", "ids.bin"
@@ -156,10 +157,8 @@ class Questions:
         return Memory(self._windows, folder)
 
     def _check(self) -> None:
-        there = next(path for path in (self._folder, *self._folder.resolve().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise LadderError(f"the teacher's answers cannot be written into {self._folder}: name another --teacher")
-        if there == self._folder:
+        there = writable(self._folder)
+        if there == self._folder.absolute():
             _refuse_locked(there)
             found = {file.name for file in there.iterdir()} - {LOCK, f"{ASKED}.partial"}
             if not self._holds(ASKED) and found and found != KINDS.keys():  # of an earlier version, begun

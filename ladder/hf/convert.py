@@ -70,7 +70,7 @@ def _convert(
         if file.is_file() and file not in files and any(fnmatch(file.name, known) for known in BESIDE)
     ]
     total = sum(file.stat().st_size for file in [*files, *beside])
-    if not move and (free := shutil.disk_usage(_existing(out)).free) < total:
+    if not move and (free := shutil.disk_usage(writable(out)).free) < total:
         raise LadderError(f"{out} needs {total / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left")
     with new_folder(out) as folder:
         done = 0
@@ -170,8 +170,7 @@ def _download(model: str, revision: str | None, folder: Path) -> None:
 
 def check_new(out: Path) -> None:
     """Refuse a folder that is something already, or that cannot be made."""
-    if not _existing(out).is_dir():
-        raise LadderError(f"{out} cannot be made: {_existing(out)} is a file")
+    writable(out)
     if out.exists() and any(out.iterdir()):
         raise LadderError(f"{out} is there already: name a new folder")
 
@@ -189,9 +188,13 @@ def new_folder(out: Path, suffix: str = ".partial") -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _existing(path: Path) -> Path:
-    """The nearest folder above that exists."""
-    path = path.absolute()
+def writable(folder: Path) -> Path:
+    """The nearest folder that exists, itself or one above; refused where nothing can be made in it."""
+    path = folder.absolute()
     while not path.exists():
         path = path.parent
+    if not path.is_dir():
+        raise LadderError(f"{folder} cannot be made: {path} is a file")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise LadderError(f"{folder} cannot be written: nothing can be made in {path}")
     return path
