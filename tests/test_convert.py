@@ -217,6 +217,9 @@ def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatc
         with pytest.raises(LadderError, match=sentence):
             convert(str(source), tmp_path / out, "ladder")
     assert not [*(tmp_path / "closed").iterdir()]
+    (tmp_path / "closed/empty").mkdir()
+    with pytest.raises(LadderError, match=r"nothing can be made in .*closed"):
+        convert(str(source), tmp_path / "closed/empty", "ladder")
 
 
 def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None:

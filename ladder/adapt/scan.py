@@ -235,10 +235,11 @@ class _Probe:
 
     def _logits(self, layers: tuple[int, ...], rows: Tensor, solved: Any = None) -> Tensor:
         """[windows, positions, vocabulary], of the model or of one that was fitted to these layers' wiring."""
-        if solved is None:
-            wire_layers(self.model, self.wiring(layers))
-        inputs = rows[:, :-1].to(self.model.device)
-        return (solved or self.model)(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        model = solved
+        if model is None:
+            model = self.model
+            wire_layers(model, self.wiring(layers))
+        return model(input_ids=rows[:, :-1].to(model.device), use_cache=False).logits  # type: ignore[no-any-return]
 
     def _solved(self, layers: tuple[int, ...], rows: Tensor, tell: Callable[[str], None]) -> Any:
         def progress(layer: int, count: int, what: str) -> None:

@@ -171,6 +171,7 @@ def _download(model: str, revision: str | None, folder: Path) -> None:
 def check_new(out: Path) -> None:
     """Refuse a folder that is something already, or that cannot be made."""
     writable(out)
+    writable(out.absolute().parent)  # it is made beside, and renamed
     if out.exists() and any(out.iterdir()):
         raise LadderError(f"{out} is there already: name a new folder")
 
