@@ -1,19 +1,27 @@
 """The side network on disk, and what it refuses."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ladder.adapt.distill import adapt
+from ladder.adapt.options import AdaptOptions
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.errors import LadderError
 from ladder.hf import rewire
+from ladder.hf.measures import distance
+from tests import training as tiny
 from tests.hosts import host
 from tests.test_hf import close, tokens
 from tests.test_side import beside, same
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 def test_saves_and_loads(tmp_path: Path) -> None:
@@ -78,6 +86,47 @@ def test_refuses_on_loading(tmp_path: Path) -> None:
     refused("no such file: .*side.json")
     (folder / "side.json").write_text(facts)
     assert torch.equal(SideModel.load(folder, model.backbone)(tokens()).logits, model(tokens()).logits)
+
+
+def test_eval_takes_it_for_a_model(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    """What `ladder adapt` made, beside what it was made for, wherever that lies now."""
+    origin, out, moved = shutil.copytree(model, tmp_path / "model"), tmp_path / "out", tmp_path / "moved"
+    adapt(AdaptOptions(str(origin), out, method="side", reduction=1), tiny.adapting(data, 8), tiny.silent)
+    text = tmp_path / "some.txt"
+    text.write_text(data.with_suffix(".txt").read_text()[:1500])
+
+    def told(*flags: object) -> dict[str, dict[str, float]]:
+        status, lines, err = run("eval", *flags, "--text", text, "--window", tiny.WINDOW, "--json")
+        assert status == 0, err
+        found: dict[str, dict[str, float]] = {}
+        for line in map(json.loads, lines.splitlines()):
+            assert line["wiring"] == "ladder"
+            found.setdefault(line["model"], {})[line["measure"]] = line["value"]
+        return found
+
+    run("convert", origin, tmp_path / "rewired", "--wiring", "ladder")
+    found = told(tmp_path / "rewired", out, "--source", origin)
+    load = AutoModelForCausalLM.from_pretrained
+    ids = AutoTokenizer.from_pretrained(origin)(text.read_text())["input_ids"]
+    whole = SideModel.load(out, rewire(load(origin), "ladder"))
+    expected = distance(whole, load(origin), ids, window=tiny.WINDOW)
+    assert found[str(out)]["kl"] == pytest.approx(expected.kl.value, rel=1e-5)
+    assert found[str(out)]["perplexity"] == pytest.approx(expected.perplexity.value, rel=1e-5)
+    assert found[str(out)]["kl"] < 0.95 * found[str(tmp_path / "rewired")]["kl"]
+    origin.rename(moved)
+    assert told(out, "--backbone", moved)[str(out)]["perplexity"] == found[str(out)]["perplexity"]
+    facts = json.loads((out / "side.json").read_text())
+    for flags, match in (
+        ((out,), f"side network beside {origin}, which is no directory here: name it by --backbone"),
+        ((out, "--wiring", "standard"), "under ladder: leave out --wiring"),
+        ((moved, "--backbone", moved), "--backbone is for side networks"),
+        ((out, "--backbone", tmp_path / "rewired", "--wiring", "ladder"), "leave out --wiring"),
+    ):
+        status, printed, err = run("eval", *flags, "--text", text)
+        assert (status, printed, err.count("\n")) == (2, "", 1) and match in err
+    (out / "side.json").write_text(json.dumps({**facts, "backbone": {"name": 5}}))
+    status, _, err = run("eval", out, "--text", text)
+    assert status == 2 and "is damaged: its backbone has no 'name'" in err
 
 
 def test_refuses_on_making() -> None:

@@ -29,6 +29,7 @@ from ladder.config.fields import read_json
 from ladder.config.lock import unlocked, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.families import family
+from ladder.hf.rewire import IN_MEMORY
 from ladder.hf.wire import layers_of
 from ladder.wiring import Wiring
 
@@ -200,13 +201,7 @@ class SideModel(nn.Module):
     @classmethod
     def load(cls, folder: str | Path, backbone: Any, dtype: torch.dtype | None = None) -> "SideModel":
         """What `save` has written, beside the backbone that it was trained with."""
-        file, facts = Path(folder) / WEIGHTS, read_json(Path(folder) / FACTS)
-        parts = {"side": dict, "backbone": dict, "weights": str}
-        for key, kind in parts.items():
-            if not isinstance(facts.get(key), kind):
-                raise LadderError(f"{Path(folder) / FACTS} is damaged: it has no {key!r}")
-        if unknown := sorted(set(facts) - set(parts)):
-            raise LadderError(f"{Path(folder) / FACTS} has the unknown key {unknown[0]!r}")
+        file, facts = Path(folder) / WEIGHTS, _read(Path(folder))
         config = SideConfig.of(facts["side"])
         if not isinstance(backbone, PreTrainedModel):
             raise LadderError(f"a side network needs a causal model of transformers, not {type(backbone).__name__}")
@@ -232,6 +227,29 @@ class SideModel(nn.Module):
         except (SafetensorError, RuntimeError) as error:
             raise LadderError(f"{file} is of another side network: {' '.join(str(error).split())[:300]}") from None
         return model
+
+
+def backbone_of(folder: Path) -> tuple[str, str] | None:
+    """(model, wiring) that the side network of a folder was trained beside; None for a folder without one."""
+    if not (folder / FACTS).is_file():
+        return None
+    theirs = _read(folder)["backbone"]
+    for key in ("name", "wiring"):
+        if not isinstance(theirs.get(key), str):
+            raise LadderError(f"{folder / FACTS} is damaged: its backbone has no {key!r}")
+    return theirs["name"].removesuffix(IN_MEMORY), theirs["wiring"]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """What `save` has told beside the weights."""
+    facts = read_json(folder / FACTS)
+    parts = {"side": dict, "backbone": dict, "weights": str}
+    for key, kind in parts.items():
+        if not isinstance(facts.get(key), kind):
+            raise LadderError(f"{folder / FACTS} is damaged: it has no {key!r}")
+    if unknown := sorted(set(facts) - set(parts)):
+        raise LadderError(f"{folder / FACTS} has the unknown key {unknown[0]!r}")
+    return facts
 
 
 def _final_norm(backbone: Any) -> nn.Module:

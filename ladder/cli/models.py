@@ -3,12 +3,17 @@
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
 from ladder.engine.options import argument, option
+from ladder.errors import LadderError
+
+if TYPE_CHECKING:
+    from ladder.hf.evaluate import Arm
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,13 @@ class EvalOptions:
     """What is compared, and by what."""
 
     model: tuple[str, ...] = argument(
-        "Directories or models of the hub; the first is what the others are compared with."
+        "Directories or models of the hub, or side networks; the first is what the others are compared with."
     )
     wiring: tuple[str, ...] = option(
         (), "Put every model under this wiring (may be given several times); default: its own."
+    )
+    backbone: str | None = option(
+        None, "The model that a side network stands beside; default: as it was named in training."
     )
     task: tuple[str, ...] = option((), "A task of lm-eval, a .yaml task or a .jsonl file (may be given several times).")
     text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
@@ -59,11 +67,13 @@ class EvalOptions:
 @verb(EvalOptions, name="eval")
 def evaluate(options: EvalOptions) -> None:
     """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL and greedy agreement."""
-    from ladder.hf.evaluate import Arm, evaluate, table
+    from ladder.hf.evaluate import evaluate, table
 
-    arms = [Arm(model, wiring) for model in options.model for wiring in options.wiring or (None,)]
+    arms = [_arm(model, wiring, options.backbone) for model in options.model for wiring in options.wiring or (None,)]
+    if options.backbone is not None and all(arm.beside is None for arm in arms):
+        raise LadderError(f"--backbone is for side networks, and {' '.join(options.model)} has none")
     given = {field.name: getattr(options, field.name) for field in fields(options)}
-    for name in ("model", "wiring", "json"):
+    for name in ("model", "wiring", "backbone", "json"):
         del given[name]
     with steps_bar("loading") as progress:
         rows = evaluate(
@@ -77,3 +87,18 @@ def evaluate(options: EvalOptions) -> None:
             typer.echo(json.dumps(row))
     else:
         Console().print(table(rows))
+
+
+def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":
+    """A model, or a side network and what it stands beside."""
+    from ladder.adapt.side import SideModel, backbone_of
+    from ladder.hf.evaluate import Arm
+
+    if (theirs := backbone_of(Path(model))) is None:
+        return Arm(model, wiring)
+    name, trained = theirs
+    if wiring is not None:
+        raise LadderError(f"{model} is a side network beside {name} under {trained}: leave out --wiring")
+    if backbone is None and not Path(name).is_dir():
+        raise LadderError(f"{model} is a side network beside {name}, which is no directory here: name it by --backbone")
+    return Arm(backbone or name, trained, model, lambda host: SideModel.load(model, host))

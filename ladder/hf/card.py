@@ -113,6 +113,8 @@ A side network for `{source}` under another wiring: the model's weights are not 
     backbone = rewire(AutoModelForCausalLM.from_pretrained("{backbone}"), "{wiring}")
     model = SideModel.load("{folder}", backbone)
 
+`ladder eval "{backbone}" "{folder}" --text FILE --source "{source}"` measures it.
+
 Made by `ladder adapt --method side`. Licence and terms are those of `{source}`.
 """
 

@@ -10,7 +10,7 @@ rows of a .jsonl file have one of these forms; in all of them one space stands b
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,19 @@ from ladder.wiring import Wiring
 
 @dataclass(frozen=True)
 class Arm:
-    """One of what is compared: a directory or a hub id, and how to wire it; None: as the checkpoint says."""
+    """One of what is compared: a directory or a hub id, and how to wire it; None: as the checkpoint says.
+
+    `beside` makes of the model, loaded and wired, what is measured; that is told as `name`.
+    """
 
     model: str
     wiring: str | None = None
+    name: str | None = None
+    beside: Callable[[Any], Any] | None = None
+
+    @property
+    def told(self) -> str:
+        return self.name or self.model
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class _Ready:
 
     @property
     def label(self) -> str:
-        return f"{Path(self.arm.model).name} {self.wiring}"
+        return f"{Path(self.arm.told).name} {self.wiring}"
 
 
 def evaluate(
@@ -93,11 +102,11 @@ def evaluate(
         words = None if text is None else read(Path(text))
         ready = [_prepare(arm, words, window) for arm in arms]
         origin = None if source is None else _prepare(Arm(source), words, window)
-        if len({(each.arm.model, each.wiring) for each in ready}) < len(ready):
+        if len({(each.arm.told, each.wiring) for each in ready}) < len(ready):
             raise LadderError("a model is named twice with the same wiring")
         for each in ready:
             if origin is not None and (each.vocabulary, each.tokens) != (origin.vocabulary, origin.tokens):
-                raise LadderError(f"{each.arm.model} and the source {source} must have the same vocabulary")
+                raise LadderError(f"{each.arm.told} and the source {source} must have the same vocabulary")
         harness = Harness(tasks, tasks_dir, shots) if tasks else None
         teacher = None if origin is None else _load(origin, device, dtype)
         how = {"batch": batch, "window": min(each.window for each in (*ready, *([origin] if origin else [])))}
@@ -140,7 +149,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimate]) -> Iterator[dict[str, Any]]:
     for measure, estimate in estimates.items():
-        row: dict[str, Any] = {"model": each.arm.model, "wiring": each.wiring, "measure": measure}
+        row: dict[str, Any] = {"model": each.arm.told, "wiring": each.wiring, "measure": measure}
         row |= {"value": estimate.value, "stderr": estimate.stderr, "n": estimate.n}
         difference: tuple[float | None, float | None, bool | None] = (None, None, None)
         if estimates is not first:
@@ -171,7 +180,8 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
 
 def _load(each: _Ready, device: str, dtype: str) -> Any:
     model = pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
-    return model if each.arm.wiring is None else rewire(model, each.arm.wiring)
+    model = model if each.arm.wiring is None else rewire(model, each.arm.wiring)
+    return model if each.arm.beside is None else each.arm.beside(model)
 
 
 def _on_text(each: _Ready, model: Any, teacher: Any, how: dict[str, Any], tell: Progress) -> dict[str, Estimate]:
