@@ -9,8 +9,8 @@ is layers and a way, as in half-distill:
             none: the original, trained as long
     way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
             other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
-            lora, side (a network beside the rewired model), fit, fittext and fitside (distill, text and side, from what
-            `ladder fit` makes of --fit-tokens)
+            lora, side (a network beside the rewired model), fit, fittext, fitlayers and fitside (distill, text, distill
+            with nothing but the rewired layers trained, and side, from what `ladder fit` makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
 perplexity, KL, agreement, tasks. An arm that is in WORK already is only measured, and what is measured there is not
@@ -30,7 +30,7 @@ from experiments.choices import scores
 from ladder.adapt.distill import adapt
 from ladder.adapt.fit import fit
 from ladder.adapt.folder import finished
-from ladder.adapt.options import OPTIMIZERS, AdaptOptions, FitOptions, TrainingOptions
+from ladder.adapt.options import OPTIMIZERS, WHOLE, AdaptOptions, FitOptions, TrainingOptions
 from ladder.adapt.shards import Shards
 from ladder.adapt.side import SideModel
 from ladder.bench.machine import machine
@@ -49,6 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "text": {"staleness": 0.5, "lm_weight": 0.5},
     "fit": {"staleness": 0.0},
     "fittext": {"staleness": 0.0, "lm_weight": 0.5},
+    "fitlayers": {"staleness": 0.0, "method": "layers"},
     "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
@@ -72,9 +73,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without the tasks")
     parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
-    others = [arm for arm in given.arm if "method" in WAYS[arm.partition("-")[2]]]
+    others = [arm for arm in given.arm if WAYS[arm.partition("-")[2]].get("method", "full") not in WHOLE]
     if given.optimizer == "muon" and others:
-        parser.error(f"--optimizer muon trains all weights, and {' '.join(others)} do not")
+        parser.error(f"--optimizer muon trains weights as they are, and {' '.join(others)} do not")
     asked = Asked(given)
     if not given.alone:
         asked.tell("original", "standard", load(given.model))

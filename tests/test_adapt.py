@@ -66,6 +66,23 @@ def test_comes_near_to_the_original(method: str, model: Path, data: Path, tmp_pa
     assert (out / name).stat().st_mode & 0o777 == 0o644
 
 
+def test_the_rewired_layers_alone(model: Path, data: Path, tmp_path: Path) -> None:
+    """Everything else stays as it was, to the last bit; recomputed or not."""
+    wiring, before = "standard:1 ladder:2", weights(model)
+    for name, changes in {"out": {}, "again": {"recompute": True}}.items():
+        options = AdaptOptions(str(model), tmp_path / name, wiring, method="layers", staleness=0.0)
+        adapt(options, adapting(data, 16, eval_every=16, **changes), silent)
+    after = weights(tmp_path / "out")
+    kept = {name for name, weight in after.items() if torch.equal(weight, before[name])}
+    assert kept == {name for name in before if "layers.1." not in name and "layers.2." not in name} and len(kept) > 9
+    rewired = rewire(AutoModelForCausalLM.from_pretrained(model), wiring)
+    begun, ended = (measured(each, model, data).kl.value for each in (
+        rewired, AutoModelForCausalLM.from_pretrained(tmp_path / "out")))  # fmt: skip
+    assert ended < 0.8 * begun
+    one, other = ([value for _, value in log(tmp_path / name)] for name in ("out", "again"))
+    assert one == pytest.approx(other, rel=1e-4)
+
+
 def test_wirings_that_keep_sums_local(model: Path, data: Path, tmp_path: Path) -> None:
     """As the ranks that they are for would compute them."""
     out = tmp_path / "out"

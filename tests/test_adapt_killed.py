@@ -41,7 +41,7 @@ def test_killed_twice(model: Path, data: Path, adapted: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("method, way, top, at", [
     ("lora", "together", 0, 3), ("lora", "first", 0, 6), ("side", "together", 0, 6), ("full", "chance", 8, 16),
-    ("full", "chance", 0, 6),
+    ("full", "chance", 0, 6), ("layers", "last", 0, 6),
 ])  # fmt: skip
 def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Path, tmp_path: Path) -> None:
     """Before its first checkpoint; after it; while the teacher was being asked."""
@@ -153,12 +153,13 @@ def test_experts_are_found_again(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, torch shards there")
-def test_two_ranks_share_the_parameters(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method, wiring", [("full", "ladder"), ("layers", "standard:1 ladder:2")])
+def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tmp_path: Path) -> None:
     """FSDP2, tied weights, a teacher, rows in two goes."""
     original = tiny.model(tmp_path / "model", data, tie_word_embeddings=True)
     outs, options = (tmp_path / "one", tmp_path / "two"), adapting(data, 10, micro=2)
-    adapt(AdaptOptions(str(original), outs[0]), options, silent)
-    two = AdaptOptions(str(original), outs[1]), replace(options, fsdp=True)
+    adapt(AdaptOptions(str(original), outs[0], wiring, method), options, silent)
+    two = AdaptOptions(str(original), outs[1], wiring, method), replace(options, fsdp=True)
     assert tiny.end(tiny.start("adapt", *two, ranks=2)) == [0, 0]
     for key in ("loss", "eval_kl", "eval_agreement"):
         assert [value for _, value in log(outs[1], key)] == pytest.approx(

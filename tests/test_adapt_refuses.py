@@ -37,6 +37,7 @@ from tests.training import adapting, silent
     ("stale", "there is no way between the standard model and 'desync-2x': give --staleness 0"),
     ("ranks", "3 ranks cannot share 4 heads"),
     ("emulated", "--ranks emulates ranks for --method full, not for lora: leave one out"),
+    ("layers", "--method layers trains rewired layers, and 'standard' has none"),
 ])  # fmt: skip
 def test_refused(
     what: str, message: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,6 +68,7 @@ def test_refused(
             "top": ({"teacher_top": 300}, {}), "valid": ({}, {"valid": tmp_path / "other"}),
             "local": ({"wiring": "desync-2x"}, {}), "stale": ({"wiring": "desync-2x", "ranks": 2}, {}),
             "ranks": ({"ranks": 3}, {}), "emulated": ({"ranks": 2, "method": "lora"}, {}), "closed": ({}, {}),
+            "layers": ({"method": "layers", "wiring": "standard"}, {}),
         }[what]  # fmt: skip
         if what == "closed":
             monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
@@ -78,7 +80,7 @@ def test_refused(
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"method": "magic"}, "unknown method 'magic': known are full, lora, side"),
+    ({"method": "magic"}, "unknown method 'magic': known are full, layers, lora, side"),
     ({"kl_weight": 0.0}, "--kl-weight and --lm-weight are both 0: nothing would be learned"),
     ({"kl_weight": -1.0}, "kl-weight must be from 0 to 1000, not -1.0"),
     ({"hidden_weight": 1.0, "teacher_top": 4}, "--hidden-weight needs the original in memory"),

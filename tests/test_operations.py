@@ -41,7 +41,15 @@ def test_operations_with_lora(tied: bool) -> None:
 
 def test_operations_beside_a_side_network() -> None:
     model = SideModel(rewire(llama(), "ladder"), SideConfig(reduction=4))
-    wanted = 2 * (3 * LAYER + 32) + 4 * HEAD + 6 * model.trainable() + LOOKS
+    wanted = 2 * 3 * LAYER + 4 * (32 + HEAD) + 6 * model.trainable() + LOOKS
+    assert operations(model, 64) == pytest.approx(wanted)
+
+
+def test_operations_of_some_layers() -> None:
+    """The second of three is trained: nothing goes back through the first."""
+    model = llama()
+    model.requires_grad_(False).model.layers[1].requires_grad_(True)
+    wanted = (2 + 6 + 4) * LAYER + 4 * (32 + HEAD) + (1 + 3 + 3) / 3 * LOOKS
     assert operations(model, 64) == pytest.approx(wanted)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from ladder.adapt import folder as place
 from ladder.adapt.log import Progress
 from ladder.adapt.loss import Weights
-from ladder.adapt.options import AdaptOptions, TrainingOptions
+from ladder.adapt.options import WHOLE, AdaptOptions, TrainingOptions
 from ladder.adapt.original import check_start, read_original, read_tokenizer
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.staleness import Moving
@@ -23,7 +23,7 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.load import pretrained, quiet
-from ladder.hf.wire import check_ranks, refuse_ranks
+from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.wiring import Wiring
 
 
@@ -64,10 +64,10 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         model = pretrained(AutoModelForCausalLM, str(options.start or options.model), dtype=kept)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # what is new in the model is drawn
-        model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options)
+        wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
+        model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options, wired)
         weights = Weights(options.kl_weight, options.lm_weight, options.hidden_weight)
         finish = _finisher(options, wiring, tokenizer, own)
-        wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
         moving = Moving(steps, options.staleness_way, wired, len(wiring.layers), training.seed) if steps else None
         windows = (lambda: data.train) if asked is None else partial(asked.answers, original, progress)
         return Job(model, weights, teacher, windows, moving, finish)
@@ -87,11 +87,13 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         refuse_ranks(config, options.ranks)
     if wiring.local and options.moving:
         raise LadderError(f"there is no way between the standard model and {str(wiring)!r}: give --staleness 0")
-    if options.ranks > 1 and options.method != "full":
+    if options.method == "layers" and wiring.is_standard:
+        raise LadderError(f"--method layers trains rewired layers, and {str(wiring)!r} has none")
+    if options.ranks > 1 and options.method not in WHOLE:
         raise LadderError(f"--ranks emulates ranks for --method full, not for {options.method}: leave one out")
-    if options.method != "full" and training.fsdp:
+    if options.method not in WHOLE and training.fsdp:
         raise LadderError(f"--fsdp shards what --method full trains, {options.method} trains little: leave one out")
-    if options.method != "full" and training.optimizer == "muon":
+    if options.method not in WHOLE and training.optimizer == "muon":
         raise LadderError(f"--optimizer muon is for --method full, not for {options.method}: leave one out")
     if options.method == "side" and training.recompute:
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
@@ -106,7 +108,11 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     return wiring, read_tokenizer(options.model, config, training.data, training.valid)
 
 
-def _trainable(model: Any, options: AdaptOptions) -> Any:
+def _trainable(model: Any, options: AdaptOptions, wired: tuple[int, ...]) -> Any:
+    if options.method == "layers":
+        model.requires_grad_(False)
+        for index in wired:
+            layers_of(model)[index].requires_grad_(True)
     if options.method == "side":
         return SideModel(model, SideConfig(reduction=options.reduction))
     if options.method == "lora":

@@ -9,7 +9,8 @@ from ladder.engine.options import argument, check_types, option
 from ladder.errors import LadderError
 
 DTYPES = ("bfloat16", "float32")
-METHODS = ("full", "lora", "side")
+METHODS = ("full", "layers", "lora", "side")
+WHOLE = ("full", "layers")  # those that train weights as they are
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "muon")
 
@@ -110,7 +111,11 @@ class AdaptOptions:
     model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the teacher.")
     out: Path = argument("Folder for the adapted checkpoint; a new one, or that of a run to be continued.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
-    method: str = option("full", "What is trained: full (all weights), lora, or side (a small network beside them).")
+    method: str = option(
+        "full",
+        "What is trained: full (all weights), layers (those of the rewired layers), lora, or side (a small network "
+        "beside them).",
+    )
     kl_weight: float = option(1.0, "Of the KL divergence from the original, over all tokens.")
     lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
