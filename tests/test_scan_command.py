@@ -45,8 +45,9 @@ def test_json_lines(run: Run, folder: Path) -> None:
     status, out, err = run("scan", folder / "m", *arguments, *wishes)
     assert (status, err) == (0, "")
     lines = [json.loads(line) for line in out.splitlines()]
-    # of sizes 1, 2 and 4 none is the smallest that is fast enough: 3 was measured besides
-    assert [line["kind"] for line in lines] == ["alone"] * 4 + ["grown"] * 4 + ["last"] * 4 + ["proposal"]
+    # of sizes 1, 2 and 4 none is the smallest that is fast enough: 3 was measured besides, and is told when it is known
+    kinds = ["alone"] * 4 + ["grown"] * 3 + ["last"] * 3 + ["grown", "last"] + ["proposal"]
+    assert [line["kind"] for line in lines] == kinds
     here = machine(torch.device("cpu"))
     keys = {"kind", "layers", "wiring", "kl", "kl_stderr", "perplexity", "perplexity_stderr", "agreement"}
     for line in lines:
@@ -56,7 +57,9 @@ def test_json_lines(run: Run, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "m")
     tokens = byte_tokenizer()(2 * WORDS)["input_ids"]
     found = scan(model, windows_of(tokens, 16, 50), points=0)
-    for line, damage in zip(lines, (*found.alone, *found.grown, *found.last), strict=False):
+    sampled = [curve[at] for curve in (found.grown, found.last) for at in (0, 1, 3)]
+    told = [*found.alone, *sampled, found.grown[2], found.last[2]]
+    for line, damage in zip(lines, told, strict=False):
         assert line["layers"] == list(damage.layers) and line["wiring"] == damage.wiring
         assert line["kl"] == pytest.approx(damage.kl, rel=1e-5)
         assert line["original_perplexity"] == pytest.approx(found.original.perplexity, rel=1e-5)
@@ -83,6 +86,25 @@ def test_fitted_sets(run: Run, folder: Path, tmp_path: Path) -> None:
     assert (status, err) == (0, "") and "fitted on 1280 tokens, not trained" in out and '--wiring "ladder"' in out
 
 
+def test_a_fitted_set_is_told_before_the_next_is_fitted(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever stops a long scan has what was measured until then."""
+    done: list[Any] = []
+
+    def solve(model: Any, wiring: Wiring, rows: Any, **more: Any) -> Any:
+        done.append(wiring)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return model
+
+    monkeypatch.setattr("ladder.adapt.scan.solve", solve)
+    arguments = ["--data", folder / "text", "--window", 16, "--tokens", 32, "--batch", 1, "--fit", 64, "--json"]
+    status, out, _ = run("scan", folder / "m", *arguments)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 130 and [(line["kind"], line["layers"]) for line in lines] == [("alone", [0]), ("alone", [1])]
+
+
 def test_a_budget_measures_the_sizes_between(run: Run, folder: Path, tmp_path: Path) -> None:
     """The largest set of all is proposed, whether or not its size was among the points."""
     config = replace(ModelConfig.named("tiny"), layers=12, windows=(), wiring=Wiring(()), context=64)
@@ -106,7 +128,8 @@ def test_a_budget_measures_the_sizes_between(run: Run, folder: Path, tmp_path: P
         assert len(found["proposal"][0]["layers"]) == size
         assert found["proposal"] == lines("--points", 0, *budget)["proposal"]
         for kind in ("grown", "last"):
-            assert [len(line["layers"]) for line in found[kind]] == sorted({*sizes(12, points), *measured})
+            assert {len(line["layers"]) for line in found[kind]} == {*sizes(12, points), *measured}
+            assert len(found[kind]) == len({*sizes(12, points), *measured})
     _, out, _ = run(*scanned, "--budget", curve[9] * 1.001)
     assert "proposed: 10 layers" in out and re.search(r"^ +10 +\d", out.split("growing sets")[1], re.MULTILINE)
 

@@ -40,6 +40,7 @@ from ladder.wiring import row as row_of
 
 POINTS = 8
 Progress = Callable[[int, int, str], None]  # windows done, windows in all (counted anew in each round), of what
+Heard = Callable[[str, "Damage", "Damage"], None]  # alone, grown or last; the damage; the original's
 
 
 @dataclass(frozen=True)
@@ -88,25 +89,27 @@ def scan(
     batch: int = 8,
     progress: Progress | None = None,
     fit: Tensor | None = None,
+    heard: Heard | None = None,
 ) -> Scan:
     """Try a row of the table on a loaded model, layer by layer and in growing sets.
 
     `windows`: [n, length] tokens. `points`: about so many sizes of sets, 0 for every size (as greedy has it). `batch`:
-    windows at a time; it changes no value. `fit`: rows to fit each set on, a multiple of `batch`.
+    windows at a time; it changes no value. `fit`: rows to fit each set on, a multiple of `batch`. `heard` is told what
+    the scan will hold as soon as it is known: fitted, set by set; else round by round.
     """
     if points < 0:
         raise LadderError(f"points is {points}: it must be 0 (every size) or more")
-    probe = _Probe(model, windows, row, batch, progress, fit)
+    probe = _Probe(model, windows, row, batch, progress, fit, heard)
     layers = probe.layers
     with _borrowed(probe.model):
-        alone = probe.measure([(layer,) for layer in layers], "layers alone")
+        alone = probe.measure([(layer,) for layer in layers], "layers alone", ["alone"] * len(layers))
         order = [found.layers[0] for found in sorted(alone, key=_cost)]
         if greedy:
             order = _greedy(probe, order)
         grown_sizes = sizes(len(layers), 0 if greedy else points)
         grown = [tuple(sorted(order[:size])) for size in grown_sizes]
         last = [layers[-size:] for size in grown_sizes]
-        found = probe.measure([*grown, *last], "growing sets")
+        found = probe.measure([*grown, *last], "growing sets", ["grown"] * len(grown) + ["last"] * len(last))
     curves = (tuple(found[: len(grown)]), tuple(found[len(grown) :]))
     return Scan(probe.row, probe.own, probe.known[()], probe.tokens, tuple(order), tuple(alone), *curves, probe.fitted)
 
@@ -119,13 +122,14 @@ def extended(
     batch: int = 8,
     progress: Progress | None = None,
     fit: Tensor | None = None,
+    heard: Heard | None = None,
 ) -> Scan:
     """A scan with one more size on its curves, of the same model, windows and rows."""
     if size in (len(damage.layers) for damage in found.grown):
         return found
-    probe = _Probe(model, windows, found.row, batch, progress, fit)
+    probe = _Probe(model, windows, found.row, batch, progress, fit, heard)
     with _borrowed(probe.model):
-        grown, last = probe.measure(found.sized(size), f"{size} layers")
+        grown, last = probe.measure(found.sized(size), f"{size} layers", ("grown", "last"))
     return replace(found, grown=_by_size(*found.grown, grown), last=_by_size(*found.last, last))
 
 
@@ -179,7 +183,14 @@ class _Probe:
     """A model whose wirings are tried on the same windows; what was measured is remembered."""
 
     def __init__(
-        self, model: Any, windows: Tensor, row: str, batch: int, progress: Progress | None, fit: Tensor | None
+        self,
+        model: Any,
+        windows: Tensor,
+        row: str,
+        batch: int,
+        progress: Progress | None,
+        fit: Tensor | None,
+        heard: Heard | None,
     ) -> None:
         self.model = inside(model)
         if not isinstance(self.model, PreTrainedModel):
@@ -201,20 +212,19 @@ class _Probe:
         self.fit, self.fitted = fit, 0 if fit is None else fit.numel()
         self.tokens = len(windows) * (windows.shape[1] - 1)
         self.tell = progress or (lambda done, total, what: None)
+        self.hear = heard or (lambda kind, damage, original: None)
         self.known: dict[tuple[int, ...], Damage] = {}
 
     def wiring(self, layers: tuple[int, ...]) -> Wiring:
         return wired(self.own, layers, self.row)
 
-    def measure(self, sets: Sequence[tuple[int, ...]], what: str) -> list[Damage]:
-        """The damage of each set of layers, all of them in one round over the windows."""
-        fresh = [layers for layers in dict.fromkeys(sets) if layers not in self.known]
-        if not fresh:
-            return [self.known[layers] for layers in sets]
-        fresh = fresh if () in self.known else [(), *fresh]
-        sums: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in fresh}
+    def measure(self, sets: Sequence[tuple[int, ...]], what: str, kinds: Sequence[str] = ()) -> list[Damage]:
+        """The damage of each set of layers, in one round over the windows (fitted: one each); told as these kinds."""
+        fresh = [layers for layers in dict.fromkeys(((), *sets)) if layers not in self.known]
+        untold = list(zip(kinds, sets, strict=True)) if kinds else []
         done, total = 0, len(fresh) * len(self.windows)
-        for group in [fresh] if self.fit is None else [[layers] for layers in fresh]:
+        for group in [fresh] * bool(fresh) if self.fit is None else [[layers] for layers in fresh]:
+            sums: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in group}
             solved = None
             if self.fit is not None and group[0]:
                 solved = self._solved(group[0], self.fit, partial(self.tell, done, total))
@@ -229,9 +239,17 @@ class _Probe:
                     self.tell(done, total, what)
                 if sums.get(()) and bool(sums[()][-1].isnan().any()):
                     raise LadderError("the model's output is not finite: check its weights, or take a wider dtype")
-        for layers in fresh:
-            self.known[layers] = self._damage(layers, torch.stack(sums[layers]).cpu())
+            for layers in group:
+                self.known[layers] = self._damage(layers, torch.stack(sums[layers]).cpu())
+            self._tell_known(untold)
+        self._tell_known(untold)
         return [self.known[layers] for layers in sets]
+
+    def _tell_known(self, untold: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Those at the head of the list that are known by now leave it."""
+        while untold and untold[0][1] in self.known:
+            kind, layers = untold.pop(0)
+            self.hear(kind, self.known[layers], self.known[()])
 
     def _logits(self, layers: tuple[int, ...], rows: Tensor, solved: Any = None) -> Tensor:
         """[windows, positions, vocabulary], of the model or of one that was fitted to these layers' wiring."""

@@ -1,7 +1,6 @@
 """`ladder scan`: which layers of a model bear another wiring."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ladder.adapt.propose import Predictor, Proposal
-    from ladder.adapt.scan import Damage, Scan
+    from ladder.adapt.scan import Damage, Heard, Scan
 
 CHARACTERS = 64  # of a text for each token that is wanted: more than any text needs, and less than a library of it
 
@@ -50,7 +49,7 @@ class ScanOptions:
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
     plot: Path | None = option(None, "A file for the picture, as in scan.png.")
-    json: bool = option(False, "One JSON line per measurement instead of the tables.")
+    json: bool = option(False, "One JSON line per measurement, as it comes, instead of the tables.")
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("batch", 1), ("points", 0), ("fit", 1)):
@@ -77,13 +76,14 @@ def scan(options: ScanOptions) -> None:
             proposal = propose(found, options.budget, options.speed, predictor)
         except LadderError as error:  # what was measured is shown all the same
             refused = error
-    if options.json:
-        for line in _lines(options, found, proposal):
-            typer.echo(json.dumps(line))
-    else:
+    if not options.json:
         _print(options.model, found, predictor)
         if proposal is not None:
             typer.echo(_told(proposal))
+    elif proposal is not None:
+        wish = {"budget": proposal.budget, "over_budget": _finite(proposal.over), "speed": proposal.speed}
+        wish |= {"predicted_speed": proposal.predicted}
+        _teller(options, found.tokens, found.fitted, wish)("proposal", proposal.damage, found.original)
     if pyplot is not None and options.plot is not None:
         with plainly(pyplot):
             draw(pyplot, found, options.plot, Path(options.model).name, options.budget, proposal)
@@ -118,13 +118,15 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
         if options.speed is not None and predictor is not None:
             check_reach(options.speed, own, layers, row, predictor)
         model = pretrained(AutoModelForCausalLM, options.model, dtype=options.dtype).to(options.device)
-        found = scan(model, windows, row, options.points, options.greedy, options.batch, progress, rows)
+        counted = (windows[:, 1:].numel(), 0 if rows is None else rows.numel())
+        heard = _teller(options, *counted, {}) if options.json else None
+        found = scan(model, windows, row, options.points, options.greedy, options.batch, progress, rows, heard)
         if options.speed is not None and predictor is not None:
             size = size_for(found, options.speed, predictor)
-            found = extended(model, windows, found, size, options.batch, progress, rows)
+            found = extended(model, windows, found, size, options.batch, progress, rows, heard)
         elif options.budget is not None:
             while (between := size_between(found, options.budget)) is not None:
-                found = extended(model, windows, found, between, options.batch, progress, rows)
+                found = extended(model, windows, found, between, options.batch, progress, rows, heard)
     return found, predictor
 
 
@@ -179,26 +181,20 @@ def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":
     return Machine(options.chip, options.tp, options.link, options.requests).predictor(known)
 
 
-def _lines(options: ScanOptions, found: "Scan", proposal: "Proposal | None") -> Iterator[dict[str, Any]]:
-    """One per measurement; figures that are not finite are null."""
+def _teller(options: ScanOptions, tokens: int, fitted: int, more: dict[str, Any]) -> "Heard":
+    """Prints a line for each measurement as it comes; figures that are not finite are null."""
     import torch
 
     from ladder.bench.machine import machine
 
-    about = {"model": options.model, "tokens": found.tokens, "fit_tokens": found.fitted}
-    about |= {"original_perplexity": _finite(found.original.perplexity), **machine(torch.device(options.device))}
-    for kind, sets in (("alone", found.alone), ("grown", found.grown), ("last", found.last)):
-        for damage in sets:
-            yield {"kind": kind, **_figures(damage), **about}
-    if proposal is not None:
-        wish = {"budget": proposal.budget, "over_budget": _finite(proposal.over), "speed": proposal.speed}
-        yield {
-            "kind": "proposal",
-            **_figures(proposal.damage),
-            **about,
-            **wish,
-            "predicted_speed": proposal.predicted,
-        }
+    about = {"model": options.model, "tokens": tokens, "fit_tokens": fitted}
+    here = machine(torch.device(options.device))
+
+    def tell(kind: str, damage: "Damage", original: "Damage") -> None:
+        first = {"original_perplexity": _finite(original.perplexity)}
+        typer.echo(json.dumps({"kind": kind, **_figures(damage), **about, **first, **here, **more}))
+
+    return tell
 
 
 def _figures(damage: "Damage") -> dict[str, Any]:
