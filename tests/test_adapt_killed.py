@@ -46,7 +46,8 @@ def test_killed_twice(model: Path, data: Path, adapted: Path, tmp_path: Path) ->
 def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Path, tmp_path: Path) -> None:
     """Before its first checkpoint; after it; while the teacher was being asked."""
     outs, options = (tmp_path / "whole", tmp_path / "parts"), adapting(data, 8)
-    more: dict[str, Any] = {"method": method, "reduction": 1, "staleness": 0.9, "staleness_way": way}
+    more: dict[str, Any] = {"method": method, "reduction": 1, "staleness_way": way}
+    more |= {} if method == "side" else {"staleness": 0.9}
     own = [AdaptOptions(str(model), out, teacher_top=top, **more) for out in outs]
     adapt(own[0], options, silent)
     with pytest.raises(Stop):
@@ -172,5 +173,7 @@ def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tm
 def test_other_options_and_finished_runs(model: Path, data: Path, adapted: Path) -> None:
     with pytest.raises(LadderError, match=r"is a run with staleness 0\.5, not 0\.25: give the same"):
         adapt(AdaptOptions(str(model), adapted, staleness=0.25), adapting(data), silent)
+    with pytest.raises(LadderError, match=f"out is a run with start None, not {model}: give the same"):
+        adapt(AdaptOptions(str(model), adapted, start=model, staleness=0.0), adapting(data), silent)
     with pytest.raises(LadderError, match="out is finished: name a new folder"):
         adapt(AdaptOptions(str(model), adapted), adapting(data), silent)

@@ -27,7 +27,7 @@ from tests.training import adapting, silent
     ("no weights", "empty cannot be loaded"),
     ("window", "a window of 65 is more than the model's 64"),
     ("wiring", "covers more than the model's 3 layers"),
-    ("fsdp", "--fsdp shards what --method full trains, lora trains little: leave one out"),
+    ("fsdp", "--fsdp is for --method full and layers, lora trains little: leave one out"),
     ("recompute", "--recompute has nothing to do for --method side"),
     ("top", "--teacher-top 300 is no part of a vocabulary of 300"),
     ("valid", "other was tokenized with another tokenizer than .*model"),
@@ -36,7 +36,7 @@ from tests.training import adapting, silent
     ("local", "'desync-2x' keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
     ("stale", "there is no way between the standard model and 'desync-2x': give --staleness 0"),
     ("ranks", "3 ranks cannot share 4 heads"),
-    ("emulated", "--ranks emulates ranks for --method full, not for lora: leave one out"),
+    ("emulated", "--ranks is for --method full and layers, not for lora: leave one out"),
     ("layers", "--method layers trains rewired layers, and 'standard' has none"),
 ])  # fmt: skip
 def test_refused(
@@ -90,7 +90,8 @@ def test_refused(
     ({"staleness_way": "slowly"}, "unknown staleness-way .slowly.: known are together, first, last, chance"),
     ({"staleness_way": "last", "start": Path("fitted")}, "--staleness-way last needs a staleness that moves"),
     ({"staleness_way": "chance", "staleness": 0.0}, "--staleness-way chance needs a staleness that moves"),
-    ({"staleness_way": "first", "method": "side", "staleness": 0.9}, "--staleness-way first needs a staleness that"),
+    ({"staleness_way": "first", "method": "side"}, "--staleness-way first needs a staleness that"),
+    ({"method": "side", "staleness": 0.5}, "--staleness moves layers that are trained"),
     ({"teacher": Path("shared")}, "--teacher is a folder for what --teacher-top keeps: give both"),
     ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),
     ({"rank": 0}, "rank must be at least 1, not 0"),

@@ -19,6 +19,7 @@ import ladder.hf
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import Directory, load
 from ladder.errors import LadderError
+from ladder.hf.card import trained_card
 from ladder.hf.convert import INDEX, convert
 from ladder.model import Decoder
 from ladder.wiring import Wiring
@@ -272,6 +273,13 @@ def test_odd_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path / "empty")
     convert(str(source), Path(), "ladder")
     assert (tmp_path / "empty/config.json").exists()
+
+
+def test_a_standard_model_needs_nothing_of_ours() -> None:
+    for wiring, needs, hides in (("standard", False, False), ("parallel", True, False), ("ladder-2", True, True)):
+        card = trained_card("here", "llama", Wiring.parse(wiring, 2), 10)
+        assert ("import ladder.hf" in card, "all-reduce hidden" in card) == (needs, hides)
+        assert "ladder generate --model here --tp 2" in card
 
 
 def test_from_the_hub(source: Path, tmp_path: Path) -> None:

@@ -177,9 +177,10 @@ def test_a_trained_tokenizer(run: Run, tmp_path: Path) -> None:
         assert found.decode(ids(shards)) == "".join(text + "<|end|>" for text in texts)
     assert len(ids(shards)) < 0.8 * shards.bytes
     assert fingerprint(train_tokenizer([file], 300)) == shards.fingerprint  # and it is the same the next time
-    again = run(tmp_path / "again", file, "--tokenizer", tmp_path / "model")
-    assert again[0] == 0 and f"{shards.tokens} tokens of {len(texts)} documents" in again[1]
-    assert ids(Shards.open(tmp_path / "again")) == ids(shards)
+    for name, folder in (("again", tmp_path / "model"), ("beside", tmp_path / "out")):  # a model's, or that of data
+        again = run(tmp_path / name, file, "--tokenizer", folder)
+        assert again[0] == 0 and f"{shards.tokens} tokens of {len(texts)} documents" in again[1]
+        assert ids(Shards.open(tmp_path / name)) == ids(shards)
     few = run(tmp_path / "few", write(tmp_path / "few.txt", ["ab ab"]), "--vocab", 999)
     assert few[0] == 0 and "no more than 259 entries" in few[1]
 

@@ -26,7 +26,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_refused_models(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with one sentence, and before any model is loaded."""
     monkeypatch.setattr(module, "_load", None)
-    text, empty, short, binary = (tmp_path / name for name in ("text", "empty", "short", "binary"))
+    text, empty, short, binary, packed = (tmp_path / name for name in ("text", "empty", "short", "binary", "a.xz"))
+    packed.write_text(WORDS)
     text.write_text(WORDS)
     empty.write_text(" \n")
     short.write_text("a")
@@ -56,6 +57,8 @@ def test_refused_models(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ("unknown device 'abacus'", arm, {"text": text, "device": "abacus"}),
         ("same vocabulary", arm, {"text": text, "source": str(other)}),
         ("neither a directory", [Arm(str(tmp_path / "nobody"))], {"text": text}),
+        ("nobody is neither a directory nor the name of a model on the hub", [Arm("nobody")], {"text": text}),
+        ("cannot be read", arm, {"text": packed}),
         ("cannot be loaded", [Arm(str(bare))], {"text": text}),
         ("ids go up to 306, the model has 300", [Arm(str(narrow))], {"text": text}),
         ("no such file", arm, {"tasks": [tmp_path / "missing.jsonl"]}),

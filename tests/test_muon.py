@@ -217,7 +217,7 @@ def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
 def test_refused(method: str, tmp_path: Path) -> None:
     data = tiny.tokens(tmp_path / "tokens")
     model = tiny.model(tmp_path / "model", data)
-    with pytest.raises(LadderError, match=f"--optimizer muon is for --method full, not for {method}"):
+    with pytest.raises(LadderError, match=f"--optimizer muon is for --method full and layers, not for {method}"):
         options = training(data, 8, optimizer="muon")
         adapt(AdaptOptions(str(model), tmp_path / "out", method=method), options, silent)
     assert not (tmp_path / "out").exists()

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from ladder.adapt.probe import Damage
 from ladder.adapt.propose import Machine, propose, size_between, size_for
-from ladder.adapt.scan import Damage, Scan, sizes
+from ladder.adapt.scan import Scan, sizes
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import Deployment, predict

@@ -98,7 +98,7 @@ def test_a_fitted_set_is_told_before_the_next_is_fitted(
             raise KeyboardInterrupt
         return model
 
-    monkeypatch.setattr("ladder.adapt.scan.solve", solve)
+    monkeypatch.setattr("ladder.adapt.probe.solve", solve)
     arguments = ["--data", folder / "text", "--window", 16, "--tokens", 32, "--batch", 1, "--fit", 64, "--json"]
     status, out, _ = run("scan", folder / "m", *arguments)
     lines = [json.loads(line) for line in out.splitlines()]
@@ -174,6 +174,9 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     byte_tokenizer(extra=50).save_pretrained(narrow)
     desync = tiny(tmp_path / "desync", wiring="desync-2x")
     wired = tiny(tmp_path / "wired", wiring="standard:3 ladder:1")
+    for place in ("closed", "a.png"):
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "closed")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     speed = ["--speed", 1.1, "--tp", 2]
     cases: list[tuple[str, Any, list[Any]]] = [
@@ -212,6 +215,8 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("unknown device 'abacus'", None, ["--device", "abacus"]),
         ("there is no folder", None, ["--plot", tmp_path / "nowhere" / "scan.png"]),
         ("let it end with .png", None, ["--plot", tmp_path / "scan"]),
+        ("a.png cannot be written", None, ["--plot", tmp_path / "closed" / "a.png"]),
+        ("a.png cannot be written", None, ["--plot", tmp_path / "a.png"]),
     ]
     for sentence, model, arguments in cases:
         data = [] if "--data" in arguments else ["--data", folder / "text"]

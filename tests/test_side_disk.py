@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ladder.adapt.distill import adapt
 from ladder.adapt.options import AdaptOptions
@@ -88,7 +88,9 @@ def test_refuses_on_loading(tmp_path: Path) -> None:
     assert torch.equal(SideModel.load(folder, model.backbone)(tokens()).logits, model(tokens()).logits)
 
 
-def test_eval_takes_it_for_a_model(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+def test_eval_takes_it_for_a_model(
+    run: Run, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What `ladder adapt` made, beside what it was made for, wherever that lies now."""
     origin, out, moved = shutil.copytree(model, tmp_path / "model"), tmp_path / "out", tmp_path / "moved"
     adapt(AdaptOptions(str(origin), out, method="side", reduction=1), tiny.adapting(data, 8), tiny.silent)
@@ -124,9 +126,27 @@ def test_eval_takes_it_for_a_model(run: Run, model: Path, data: Path, tmp_path: 
     ):
         status, printed, err = run("eval", *flags, "--text", text)
         assert (status, printed, err.count("\n")) == (2, "", 1) and match in err
+    # what does not belong together is refused before anything is measured
+    monkeypatch.setattr("ladder.hf.evaluate._on_text", None)
+    (tmp_path / "other").mkdir()
+    other = tiny.model(tmp_path / "other", data, rms_norm_eps=1e-3)
+    for flags, match in (
+        ((moved, out, "--backbone", other), f"was trained beside '{origin}' (llama wired 'ladder'); the config of"),
+        ((moved, "--source", out), "is a side network: name the model it stands beside"),
+    ):
+        status, printed, err = run("eval", *flags, "--text", text)
+        assert (status, printed) == (2, "") and match in err.splitlines()[-1]
+    weights = (out / "side.safetensors").read_bytes()
+    (out / "side.safetensors").write_bytes(weights[:100])
+    assert "side.safetensors is damaged" in run("eval", moved, out, "--backbone", moved, "--text", text)[2]
+    (out / "side.safetensors").write_bytes(weights)
     (out / "side.json").write_text(json.dumps({**facts, "backbone": {"name": 5}}))
-    status, _, err = run("eval", out, "--text", text)
-    assert status == 2 and "is damaged: its backbone has no 'name'" in err
+    assert "is damaged: its backbone has no 'name'" in run("eval", out, "--text", text)[2]
+    # a model of the hub is where it was
+    hub = {**facts["backbone"], "name": "org/name", "hub": True}
+    (out / "side.json").write_text(json.dumps({**facts, "backbone": hub}))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **more: AutoConfig.for_model(f"asked for {name}"))
+    assert "org/name cannot be loaded: " in run("eval", out, "--text", text)[2]
 
 
 def test_refuses_on_making() -> None:

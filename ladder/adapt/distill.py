@@ -59,7 +59,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         teacher: Teacher | None = None
         if options.kl_weight or options.hidden_weight:
             teacher = Remembered() if options.teacher_top else Present(original())
-        steps = 0 if options.method == "side" else round(options.moving * training.steps)
+        steps = round(options.moving * training.steps)
         kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
         model = pretrained(AutoModelForCausalLM, str(options.start or options.model), dtype=kept)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
@@ -90,11 +90,11 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     if options.method == "layers" and wiring.is_standard:
         raise LadderError(f"--method layers trains rewired layers, and {str(wiring)!r} has none")
     if options.ranks > 1 and options.method not in WHOLE:
-        raise LadderError(f"--ranks emulates ranks for --method full, not for {options.method}: leave one out")
+        raise LadderError(f"--ranks is for --method full and layers, not for {options.method}: leave one out")
     if options.method not in WHOLE and training.fsdp:
-        raise LadderError(f"--fsdp shards what --method full trains, {options.method} trains little: leave one out")
+        raise LadderError(f"--fsdp is for --method full and layers, {options.method} trains little: leave one out")
     if options.method not in WHOLE and training.optimizer == "muon":
-        raise LadderError(f"--optimizer muon is for --method full, not for {options.method}: leave one out")
+        raise LadderError(f"--optimizer muon is for --method full and layers, not for {options.method}: leave one out")
     if options.method == "side" and training.recompute:
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
     if options.teacher_top >= config.vocab_size:
@@ -139,7 +139,7 @@ def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torc
             kind, learned = run.model.config.model_type, bool(options.kl_weight or options.hidden_weight)
             begun = options.start is not None
             text = (
-                side_card(options.model, options.out.name, kind, wiring, options.start)
+                side_card(options.model, options.out, kind, wiring, options.start)
                 if options.method == "side"
                 else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, learned, begun)
             )

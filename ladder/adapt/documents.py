@@ -10,7 +10,6 @@ long comes in pieces, cut where a line ends if there is such a place.
 """
 
 import codecs
-import gzip
 import importlib
 import io
 import json
@@ -22,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ladder.config.fields import UNPACKERS
 from ladder.errors import LadderError
 
 CHUNK = 1 << 20  # bytes of text that are read at a time
@@ -205,8 +205,7 @@ def _parquet(file: Path, field: str) -> Any:
 def _opened(file: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """A file's bytes, unpacked, and how many of them were read as they lie on the disk."""
     with _readable(file), file.open("rb") as raw, ExitStack() as stack:
-        unpackers: dict[str, Callable[[IO[bytes]], Any]] = {".xz": lzma.open, ".gz": gzip.open}
-        unpack = unpackers.get(file.suffix.lower())
+        unpack = UNPACKERS.get(file.suffix.lower())
         yield raw if unpack is None else stack.enter_context(unpack(raw)), raw.tell
 
 

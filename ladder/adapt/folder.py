@@ -64,13 +64,13 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
     if not (out / RUN).exists():
         raise LadderError(f"{out} is there already, and no run of ours: name a new folder")
     before = read_json(out / RUN)
-    for name, value in wanted[CONTENTS].items():
-        if before.get(CONTENTS, {}).get(name) != value:
-            raise LadderError(f"{wanted[name]} is not what it was when {out} was begun: name a new folder")
     for name, value in json.loads(json.dumps(wanted)).items():
         if name != CONTENTS and (was := before.get(name, _DEFAULTS.get(name))) != value:
             flag = name.replace("_", "-")
             raise LadderError(f"{out} is a run with {flag} {was}, not {value}: give the same, or name a new folder")
+    for name, value in wanted[CONTENTS].items():
+        if before.get(CONTENTS, {}).get(name) != value:
+            raise LadderError(f"{wanted[name]} is not what it was when {out} was begun: name a new folder")
 
 
 def finished(out: Path) -> bool:

@@ -155,9 +155,11 @@ class AdaptOptions:
             raise LadderError("--hidden-weight trains the model's layers, which --method side leaves as they are")
         if self.staleness is not None and not 0 <= self.staleness <= 1:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
+        if self.method == "side" and self.staleness:
+            raise LadderError("--staleness moves layers that are trained, which --method side leaves as they are")
         if self.start is not None and self.staleness:
             raise LadderError("--start is of the wiring already, where --staleness ends: leave one out")
-        if self.staleness_way != WAYS[0] and not (self.moving and self.method != "side"):
+        if self.staleness_way != WAYS[0] and not self.moving:
             raise LadderError(f"--staleness-way {self.staleness_way} needs a staleness that moves, and it is 1 at once")
         if self.teacher_top < 0:
             raise LadderError(f"teacher-top must be 0 or more, not {self.teacher_top}")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from ladder.adapt.scan import Damage, Scan, wired
+from ladder.adapt.probe import Damage, wired
+from ladder.adapt.scan import Scan
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.chips import Chip

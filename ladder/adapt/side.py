@@ -29,11 +29,12 @@ from ladder.config.fields import read_json
 from ladder.config.lock import unlocked, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.families import family
+from ladder.hf.load import SIDE
 from ladder.hf.rewire import IN_MEMORY
 from ladder.hf.wire import layers_of
 from ladder.wiring import Wiring
 
-WEIGHTS, FACTS = "side.safetensors", "side.json"
+WEIGHTS, FACTS = "side.safetensors", SIDE
 LARGEST_HEAD = 64
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")  # what the families call it
 # what a config.json says besides the function that a model is: who wrote it, how it was loaded, how it is used
@@ -217,10 +218,6 @@ class SideModel(nn.Module):
                 f"the side network in {folder} was trained beside {theirs.get('name')!r}, {ours['name']!r} has other "
                 "weights: load it with its own backbone"
             )
-        if not file.is_file():
-            raise LadderError(f"no such file: {file}")
-        if _sha256(file) != facts["weights"]:
-            raise LadderError(f"{file} is damaged: it is not what {FACTS} was written with; save it anew")
         model = cls(backbone, config, dtype)
         try:
             model.network.load_state_dict(load_file(file))
@@ -229,19 +226,21 @@ class SideModel(nn.Module):
         return model
 
 
-def backbone_of(folder: Path) -> tuple[str, str] | None:
-    """(model, wiring) that the side network of a folder was trained beside; None for a folder without one."""
+def backbone_of(folder: Path) -> tuple[str, str, bool] | None:
+    """(model, wiring, whether it is the hub's) that the side network of a folder was trained beside; None for a folder
+    without one.
+    """
     if not (folder / FACTS).is_file():
         return None
     theirs = _read(folder)["backbone"]
     for key in ("name", "wiring"):
         if not isinstance(theirs.get(key), str):
             raise LadderError(f"{folder / FACTS} is damaged: its backbone has no {key!r}")
-    return theirs["name"].removesuffix(IN_MEMORY), theirs["wiring"]
+    return theirs["name"], theirs["wiring"], theirs.get("hub") is True
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """What `save` has told beside the weights."""
+    """What `save` has told beside the weights, which are still those."""
     facts = read_json(folder / FACTS)
     parts = {"side": dict, "backbone": dict, "weights": str}
     for key, kind in parts.items():
@@ -249,6 +248,10 @@ def _read(folder: Path) -> dict[str, Any]:
             raise LadderError(f"{folder / FACTS} is damaged: it has no {key!r}")
     if unknown := sorted(set(facts) - set(parts)):
         raise LadderError(f"{folder / FACTS} has the unknown key {unknown[0]!r}")
+    if not (folder / WEIGHTS).is_file():
+        raise LadderError(f"no such file: {folder / WEIGHTS}")
+    if _sha256(folder / WEIGHTS) != facts["weights"]:
+        raise LadderError(f"{folder / WEIGHTS} is damaged: it is not what {FACTS} was written with; save it anew")
     return facts
 
 
@@ -265,7 +268,13 @@ def _facts(backbone: Any) -> dict[str, Any]:
     wiring = wiring_of(raw, backbone.config.num_hidden_layers)
     kept = {key: value for key, value in raw.items() if key not in _NO_MATTER}
     text = json.dumps({**kept, "wiring": str(wiring), "ladder_layers": None}, sort_keys=True)
-    found = {"name": str(backbone.name_or_path), "model_type": str(raw.get("model_type")), "wiring": str(wiring)}
+    name = str(backbone.name_or_path).removesuffix(IN_MEMORY)
+    found = {
+        "name": name,
+        "model_type": str(raw.get("model_type")),
+        "wiring": str(wiring),
+        "hub": not Path(name).is_dir(),
+    }
     return {**found, "config_sha256": hashlib.sha256(text.encode()).hexdigest(), "sample": _sample(backbone)}
 
 

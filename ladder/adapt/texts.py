@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ladder.adapt.documents import Piece, check_files, documents
-from ladder.adapt.shards import TOKENIZER, Shards, Writer
+from ladder.adapt.shards import INDEX, TOKENIZER, Shards, Writer
 from ladder.errors import LadderError
 from ladder.hf.convert import check_new, new_folder
 from ladder.hf.load import pretrained, quiet  # ladder.hf also teaches AutoTokenizer what a wired checkpoint is
@@ -107,6 +107,8 @@ def load_tokenizer(tokenizer: Any) -> Any:
         name = str(tokenizer)
         if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
             raise LadderError(f"no such tokenizer directory: {name[:200]}; one of the hub is named as in org/name")
+        if (Path(name) / INDEX).is_file():  # a folder of ours, with the tokenizer that it was made by
+            name = str(Path(name) / TOKENIZER)
         with quiet():
             tokenizer = pretrained(AutoTokenizer, name)
     if getattr(tokenizer, "backend_tokenizer", None) is None:

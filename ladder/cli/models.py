@@ -96,9 +96,9 @@ def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":
 
     if (theirs := backbone_of(Path(model))) is None:
         return Arm(model, wiring)
-    name, trained = theirs
+    name, trained, hub = theirs
     if wiring is not None:
         raise LadderError(f"{model} is a side network beside {name} under {trained}: leave out --wiring")
-    if backbone is None and not Path(name).is_dir():
+    if backbone is None and not hub and not Path(name).is_dir():
         raise LadderError(f"{model} is a side network beside {name}, which is no directory here: name it by --backbone")
     return Arm(backbone or name, trained, model, lambda host: SideModel.load(model, host))

@@ -1,6 +1,7 @@
 """`ladder scan`: which layers of a model bear another wiring."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -18,8 +19,9 @@ from ladder.errors import LadderError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ladder.adapt.probe import Damage, Heard
     from ladder.adapt.propose import Predictor, Proposal
-    from ladder.adapt.scan import Damage, Heard, Scan
+    from ladder.adapt.scan import Scan
 
 CHARACTERS = 64  # of a text for each token that is wanted: more than any text needs, and less than a library of it
 
@@ -57,6 +59,10 @@ class ScanOptions:
                 raise LadderError(f"{name} is {value}: it must be at least {least}")
         if self.plot is not None and not self.plot.absolute().parent.is_dir():
             raise LadderError(f"{self.plot} cannot be written: there is no folder {self.plot.parent}")
+        if self.plot is not None:
+            place = self.plot if self.plot.exists() else self.plot.absolute().parent
+            if self.plot.is_dir() or not os.access(place, os.W_OK):
+                raise LadderError(f"{self.plot} cannot be written")
         if self.plot is not None and self.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise LadderError(f"{self.plot} is no picture's name: let it end with .png, .pdf or .svg")
 
@@ -96,8 +102,9 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     """All input is checked before a weight is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ladder.adapt.probe import checked_row, original_wiring, tried
     from ladder.adapt.propose import check_reach, check_wishes, size_between, size_for
-    from ladder.adapt.scan import checked_row, extended, original_wiring, scan, tried
+    from ladder.adapt.scan import extended, scan
     from ladder.config import DTYPES
     from ladder.engine.requests import device
     from ladder.hf.load import pretrained, quiet

@@ -1,20 +1,26 @@
 """Reading files: every value is what it must be, or one sentence says why not."""
 
+import gzip
 import json
-from collections.abc import Mapping
+import lzma
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ladder.errors import LadderError
 
+UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+
 
 def read_text(path: Path) -> str:
-    """A file's text, or one sentence that says why not."""
+    """A file's text, unpacked, or one sentence that says why not."""
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        with UNPACKERS.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as opened:
+            return str(opened.read())  # without the mark that some editors begin a file with
     except FileNotFoundError:
         raise LadderError(f"no such file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise LadderError(f"{path} cannot be read: {error}") from None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from ladder.wiring import Wiring
 
 _NATIVE = """
-On several ranks, the all-reduce hidden behind the next sub-block:
+On several ranks{hidden}:
 
     ladder generate --model {folder} --tp 2 --prompt "..."
 """
@@ -28,8 +28,7 @@ tags:
 
 _LOADING = """In transformers:
 
-    import ladder.hf  # without it, loading fails
-    from transformers import AutoModelForCausalLM
+{needs}    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained("{folder}")
 {native}
@@ -111,9 +110,10 @@ A side network for `{source}` under another wiring: the model's weights are not 
     from transformers import AutoModelForCausalLM
 
     backbone = rewire(AutoModelForCausalLM.from_pretrained("{backbone}"), "{wiring}")
-    model = SideModel.load("{folder}", backbone)
+    model = SideModel.load("{out}", backbone)
 
-`ladder eval "{backbone}" "{folder}" --text FILE --source "{source}"` measures it.
+`ladder eval "{backbone}" "{out}" --text FILE --source "{source}"` measures it;
+paths are as they were named in training.
 
 Made by `ladder adapt --method side`. Licence and terms are those of `{source}`.
 """
@@ -145,24 +145,32 @@ def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: b
     return _filled(_FITTED.replace("{told}", told), source, folder, family, wiring, native)
 
 
-def side_card(source: str, folder: str, family: str, wiring: Wiring, start: Path | None = None) -> str:
+def side_card(source: str, out: Path, family: str, wiring: Wiring, start: Path | None = None) -> str:
     """README.md for a network beside `source`, or beside `start`, which was made from it."""
-    place = {"source": source, "folder": folder, "family": family, "wiring": wiring, "backbone": start or source}
-    return _SIDE.format(**place, base=_base(source))
+    place = {"source": source, "out": out, "family": family, "wiring": wiring, "backbone": start or source}
+    return _SIDE.format(**place, folder=out.name, base=_base(source))
 
 
 def trained_card(folder: str, family: str, wiring: Wiring, tokens: int) -> str:
     """README.md for what was trained from scratch."""
-    native = _NATIVE.format(folder=folder)
-    return _TRAINED.format(folder=folder, family=family, wiring=wiring, tokens=tokens, native=native, base="")
+    place = {"folder": folder, "family": family}
+    return _TRAINED.format(**place, **_loading(wiring, True, **place), wiring=wiring, tokens=tokens, base="")
 
 
 def _filled(text: str, source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
     kept = sum(name == "standard" for name in wiring.layers)
     layers = f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
     place = {"source": source, "folder": folder, "family": family}
-    more = (_NATIVE if native else _NO_NATIVE).format(**place)
-    return text.format(**place, base=_base(source), wiring=wiring, layers=layers, native=more)
+    more = _loading(wiring, native, folder=folder, family=family)
+    return text.format(**place, **more, base=_base(source), wiring=wiring, layers=layers)
+
+
+def _loading(wiring: Wiring, native: bool, **place: str) -> dict[str, str]:
+    """What `_LOADING` says of models that are wired, and of those that hide their sums."""
+    hides = any(name.startswith("ladder") for name in wiring.layers)
+    hidden = ", the all-reduce hidden behind the next sub-block" if hides else ""
+    needs = "" if wiring.is_standard else "    import ladder.hf  # without it, loading fails\n"
+    return {"needs": needs, "native": (_NATIVE if native else _NO_NATIVE).format(**place, hidden=hidden)}
 
 
 def _base(source: str) -> str:

@@ -85,7 +85,8 @@ def evaluate(
     `text`: a file to measure perplexity on, and with `source` (a model as it stands) KL(source || model) and greedy
     agreement, all in the same windows. `limit`: items per task. `shots`: None for what each task says. Items longer
     than a model's context lose their beginning, as lm-eval has it. `progress` is told (done, total, of what), counted
-    anew for each arm's text and tasks. All input is checked before a model is loaded; one arm is in memory at a time.
+    anew for each arm's text and tasks. All input is checked before a model is loaded, and what stands beside a model
+    with it before anything is measured; one arm is in memory at a time.
     """
     if not arms or (not tasks and text is None):
         raise LadderError("nothing to measure: name at least one model, and a task or a text file")
@@ -108,6 +109,9 @@ def evaluate(
             if origin is not None and (each.vocabulary, each.tokens) != (origin.vocabulary, origin.tokens):
                 raise LadderError(f"{each.arm.told} and the source {source} must have the same vocabulary")
         harness = Harness(tasks, tasks_dir, shots) if tasks else None
+        for each in ready:
+            if each.arm.beside is not None:
+                _load(each, "cpu", dtype)
         teacher = None if origin is None else _load(origin, device, dtype)
         how = {"batch": batch, "window": min(each.window for each in (*ready, *([origin] if origin else [])))}
         found = []

@@ -11,14 +11,17 @@ from typing import Any
 
 from ladder.errors import LadderError
 
+SIDE = "side.json"  # what a side network's folder has instead of a config.json
 _LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub", "accelerate")
 
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
     """`auto.from_pretrained` of a directory or a hub id."""
     local = Path(name).is_dir()
-    if not local and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise LadderError(f"{name} is neither a directory nor the name of a model on the hub")
+    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise LadderError(f"{name} is neither a directory nor the name of a model on the hub, as in org/name")
+    if (Path(name) / SIDE).is_file() and not (Path(name) / "config.json").exists() and auto.__name__ != "AutoTokenizer":
+        raise LadderError(f"{name} is a side network: name the model it stands beside; `ladder eval` measures both")
     try:
         return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
     except LadderError:
@@ -28,9 +31,9 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of what an error says, and the next where that only begins a list."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].rstrip().endswith(":")])
 
 
 @contextmanager
