@@ -1,6 +1,8 @@
 """The command line: what it prints, and that bad input costs one sentence before any weight is read."""
 
+import gzip
 import json
+import lzma
 import os
 import pty
 import re
@@ -275,6 +277,10 @@ def test_eval(run: Run, model: Path, tmp_path: Path) -> None:
     assert lines[1]["value"] == pytest.approx(0, abs=1e-6) and lines[6]["value"] > 0.01
     status, out, _ = run("eval", model, *flags)
     assert status == 0 and all(measure in out for measure in measures)
+    for name, pack in {"book.gz": gzip.compress, "book.xz": lzma.compress}.items():  # the figures are the plain text's
+        (tmp_path / name).write_bytes(pack((tmp_path / "book.txt").read_bytes()))
+        _, packed, _ = run("eval", model, "--text", tmp_path / name, "--json")
+        assert json.loads(packed)["value"] == lines[0]["value"]
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -11,6 +11,7 @@ import torch
 
 from ladder.errors import LadderError
 from ladder.hf.evaluate import Arm, evaluate
+from ladder.hf.load import reason
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.naive import WORDS
 from tests.test_evaluate import CHOICES, write
@@ -117,3 +118,11 @@ def test_without_lm_eval(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     with pytest.raises(LadderError, match=re.escape("pip install 'ladder-residual[eval]'")):
         evaluate([Arm(str(checkpoint))], tasks=[write(tmp_path / "mc.jsonl", CHOICES)])
+
+
+def test_a_reason_is_no_half_sentence() -> None:
+    assert (
+        reason(ValueError("no tokenizer from one of:\n  (1) a file\n  (2) a list"))
+        == "no tokenizer from one of: (1) a file"
+    )
+    assert (reason(ValueError("first\nsecond")), reason(ValueError())) == ("first", "ValueError")

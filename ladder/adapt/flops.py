@@ -12,10 +12,10 @@ def operations(model: Any, window: int) -> float:
     """Floating-point operations of training on one token: 2 for every weight that it is multiplied with, as many again
     for the gradient of what went in and, where the weight is trained, for its own; and attention over the half of the
     window that a token sees. Gradients end at the first layer that is trained; a side network is reached through the
-    model's head alone.
+    model's last norm and its head alone.
     """
     own = inside(model)
-    layers = list(layers_of(own))
+    layers = layers_of(own)
     learns = (any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
     deaf = next((index for index, first in enumerate(learns) if first), len(layers))  # layers that no gradient reaches
     unreached = {id(weight) for layer in layers[:deaf] for weight in layer.parameters()}

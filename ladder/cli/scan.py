@@ -57,14 +57,18 @@ class ScanOptions:
         for name, least in (("tokens", 1), ("batch", 1), ("points", 0), ("fit", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise LadderError(f"{name} is {value}: it must be at least {least}")
-        if self.plot is not None and not self.plot.absolute().parent.is_dir():
-            raise LadderError(f"{self.plot} cannot be written: there is no folder {self.plot.parent}")
         if self.plot is not None:
-            place = self.plot if self.plot.exists() else self.plot.absolute().parent
-            if self.plot.is_dir() or not os.access(place, os.W_OK):
-                raise LadderError(f"{self.plot} cannot be written")
-        if self.plot is not None and self.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise LadderError(f"{self.plot} is no picture's name: let it end with .png, .pdf or .svg")
+            _check_plot(self.plot)
+
+
+def _check_plot(file: Path) -> None:
+    """Whether a picture can be written there: known before a scan, which takes long."""
+    if not file.absolute().parent.is_dir():
+        raise LadderError(f"{file} cannot be written: there is no folder {file.parent}")
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise LadderError(f"{file} cannot be written")
+    if file.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise LadderError(f"{file} is no picture's name: let it end with .png, .pdf or .svg")
 
 
 @verb(ScanOptions)
