@@ -13,8 +13,9 @@ is layers and a way, as in half-distill:
             with nothing but the rewired layers trained, and side, from what `ladder fit` makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
-perplexity, KL, agreement, tasks. An arm that is in WORK already is only measured, and what is measured there is not
-measured again: keep one WORK for one MODEL, DATA, VALID and TASKS.
+perplexity, KL, agreement, tasks; with --between also for weights that went only a share of the way from the fitted to
+the trained ones. An arm that is in WORK already is only measured, and what is measured there is not measured again:
+keep one WORK for one MODEL, DATA, VALID and TASKS.
 """
 
 import argparse
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     parser.add_argument("--scan", type=Path)
     parser.add_argument("--fit-tokens", type=int, default=1 << 20)
+    parser.add_argument("--between", type=float, nargs="*", default=[], metavar="SHARE")
     parser.add_argument("--quick", action="store_true", help="without the tasks")
     parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
@@ -88,6 +90,8 @@ def main() -> None:
             asked.tell(start.name, asked.wiring(arm), load(start), **facts)
         out, facts = asked.trained(arm)
         asked.tell(out.name, asked.wiring(arm), asked.loaded(out, arm), **facts)
+        for share in given.between if is_fitted(arm) else ():
+            asked.tell(f"{out.name} {share:g}", asked.wiring(arm), between(start, out, share), share=share, **facts)
 
 
 class Asked:
@@ -168,7 +172,9 @@ class Asked:
         tasks, tokenizer = self._given.tasks, self._tokenizer
         text = tokenizer((tasks / "wikitext2_test.txt").read_text(encoding="utf-8"))["input_ids"]
         found: dict[str, Any] = {"wikitext2_perplexity": perplexity(model, text, window=1024).value}
-        far = distance(model, self._original, Shards.open(self._given.valid).read(0, 1 << 18), window=1024)
+        shards = Shards.open(self._given.valid)
+        held_out = shards.read(0, min(1 << 18, shards.tokens))
+        far = distance(model, self._original, held_out, window=1024)
         found |= {"valid_perplexity": far.perplexity.value, "kl": far.kl.value, "agreement": far.agreement.value}
         if self._given.quick:
             return found
@@ -183,6 +189,14 @@ class Asked:
 def is_fitted(arm: str) -> bool:
     """Whether it begins with what `ladder fit` makes."""
     return arm.partition("-")[2].startswith("fit")
+
+
+def between(start: Path, end: Path, share: float) -> Any:
+    """A model whose weights have gone a share of the way from one folder's to another's."""
+    model = load(start)
+    for weight, other in zip(model.parameters(), load(end).parameters(), strict=True):
+        weight.data.copy_(torch.lerp(weight.data.float(), other.data.float(), share))
+    return model
 
 
 def load(model: Path) -> Any:

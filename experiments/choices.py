@@ -69,10 +69,11 @@ def _likelihoods(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> li
         else:
             states = model.base_model(input_ids=there, use_cache=False).last_hidden_state
             head = model.get_output_embeddings()
-        for line, i in enumerate(some):
-            begin, end = len(contexts[i]), len(wholes[i])
-            logits: Tensor = head(states[line, begin - 1 : end - 1]).float()
-            targets = tokens[line, begin:end].to(logits.device)
-            logs = logits.log_softmax(-1).gather(-1, targets[:, None]).sum()
-            found[i] = (logs, (logits.argmax(-1) == targets).all())  # type: ignore[assignment]
-    return [(float(log), bool(greedy)) for log, greedy in found]
+        spans = [(len(contexts[i]), len(wholes[i])) for i in some]
+        logits: Tensor = head(torch.cat([states[line, a - 1 : b - 1] for line, (a, b) in enumerate(spans)])).float()
+        targets = torch.cat([there[line, a:b] for line, (a, b) in enumerate(spans)])
+        logs, hits = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0], logits.argmax(-1) == targets
+        counts = [b - a for a, b in spans]
+        for i, log, hit in zip(some, logs.cpu().split(counts), hits.cpu().split(counts), strict=True):
+            found[i] = (float(log.sum()), bool(hit.all()))
+    return found
