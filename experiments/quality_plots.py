@@ -17,7 +17,8 @@ from ladder.bench.report.arms import looks
 RESULTS = Path(__file__).parent.parent / "results"
 SAID = {
     "finetune": "plain fine-tuning", "distill": "distilled", "schedule": "distilled, staleness moves",
-    "fit": "fitted, distilled",
+    "fit": "fitted, distilled", "fittext": "fitted, distilled, text's loss", "side": "a side network", "lora": "LoRA",
+    "fitlayers": "fitted, distilled, rewired layers only",
 }  # fmt: skip
 HALF = "standard:15 ladder:15"
 
@@ -68,22 +69,30 @@ def scratch(pyplot: Any) -> Any:
 
 
 def adaptation(pyplot: Any) -> Any:
-    """A point each, the KL on a logarithmic axis; the perplexity beside it."""
-    rows = [line for line in lines("adaptation_h200.jsonl") if line["arm"] != "original"]
+    """A point each: the KL on a logarithmic axis, the perplexity beside it; the tasks, with a line for the original."""
+    found = lines("adaptation_h200.jsonl")
+    original = next(line for line in found if line["arm"] == "original")
+    rows = [line for line in found if line is not original and "share" not in line]
     rows.sort(key=lambda line: (line["wiring"] == "ladder", line["wiring"] != HALF, -line["kl"]))
-    figure, axis = pyplot.subplots(figsize=(9, 0.8 + 0.32 * len(rows)), layout="constrained")
+    size = (13, 0.8 + 0.32 * len(rows))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=size, layout="constrained", sharey=True, width_ratios=(5, 3))
     colours = [{"ladder": "#d55e00", HALF: "#0072b2"}.get(line["wiring"], "#009e73") for line in rows]
-    axis.scatter([line["kl"] for line in rows], range(len(rows)), color=colours, zorder=2)
-    axis.set_yticks(range(len(rows)), [told(line) for line in rows])
+    left.scatter([line["kl"] for line in rows], range(len(rows)), color=colours, zorder=2)
+    left.set_yticks(range(len(rows)), [told(line) for line in rows])
+    left.set_ylim(-0.7, len(rows) - 0.3)
     for at, line in enumerate(rows):
         text = f"perplexity {line['valid_perplexity']:,.1f}"
-        axis.annotate(text, (line["kl"], at), (8, 0), textcoords="offset points", va="center", fontsize=9)
-    axis.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
-    axis.xaxis.set_minor_formatter(lambda kl, _: "")
-    axis.set_xlim(right=4 * max(line["kl"] for line in rows))
-    axis.set_xlabel("KL to the original, nats per token of held-out text")
+        left.annotate(text, (line["kl"], at), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    left.set_xscale("log")
+    left.xaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
+    left.xaxis.set_minor_formatter(lambda kl, _: "")
+    left.set_xlim(right=15 * max(line["kl"] for line in rows))
+    left.set_xlabel("KL to the original, nats per token of held-out text")
+    right.scatter([100 * line["tasks"] for line in rows], range(len(rows)), color=colours, zorder=2)
+    right.axvline(100 * original["tasks"], color="#888888", linewidth=0.8, linestyle=":")
+    right.set_xlabel("mean of six tasks, % (dotted: original)")
+    for axis in (left, right):
+        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
     return figure
 
 
