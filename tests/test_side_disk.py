@@ -136,6 +136,12 @@ def test_eval_takes_it_for_a_model(
     ):
         status, printed, err = run("eval", *flags, "--text", text)
         assert (status, printed) == (2, "") and match in err.splitlines()[-1]
+    for verb in (
+        ("generate", "--prompt", "a", "--model", out),
+        ("convert", out, tmp_path / "new", "--wiring", "ladder"),
+    ):
+        status, printed, err = run(*verb)
+        assert (status, printed, err.count("\n")) == (2, "", 1) and f"{out} is a side network" in err
     weights = (out / "side.safetensors").read_bytes()
     (out / "side.safetensors").write_bytes(weights[:100])
     assert "side.safetensors is damaged" in run("eval", moved, out, "--backbone", moved, "--text", text)[2]

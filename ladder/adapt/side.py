@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ladder.adapt.side_layer import Pass, Shape, SideNetwork
-from ladder.config.fields import read_json
+from ladder.config.fields import SIDE, read_json
 from ladder.config.lock import unlocked, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.families import family
-from ladder.hf.load import SIDE
 from ladder.hf.rewire import IN_MEMORY
 from ladder.hf.wire import layers_of
 from ladder.wiring import Wiring

@@ -10,6 +10,7 @@ from typing import Any
 
 from ladder.errors import LadderError
 
+SIDE = "side.json"  # what a side network's folder has instead of a config.json
 UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -22,6 +23,20 @@ def read_text(path: Path) -> str:
         raise LadderError(f"no such file: {path}") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise LadderError(f"{path} cannot be read: {error}") from None
+
+
+def check_no_side(directory: Path) -> None:
+    """A side network is no model of its own."""
+    if (directory / SIDE).is_file() and not (directory / "config.json").exists():
+        raise LadderError(
+            f"{directory} is a side network: name the model it stands beside; `ladder eval` measures both"
+        )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """A model's config.json."""
+    check_no_side(directory)
+    return read_json(directory / "config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:

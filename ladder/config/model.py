@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ladder.config.fields import read_json, token_ids, whole_number
+from ladder.config.fields import read_config, read_json, token_ids, whole_number
 from ladder.config.lock import locked, ranks_of, unlocked, wiring_of
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
@@ -133,7 +133,7 @@ class ModelConfig:
             there = False
         if not there:
             raise LadderError(f"no such model directory: {str(directory)[:200]}")
-        raw = read_json(directory / "config.json")
+        raw = read_config(directory)
         generation = directory / "generation_config.json"
         if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
             raw["eos_token_id"] = eos

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 
-from ladder.config.fields import read_json
+from ladder.config.fields import read_config, read_json
 from ladder.config.lock import locked, unlocked, wiring_of
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
@@ -61,7 +61,7 @@ def convert(
 def _convert(
     source: Path, name: str, out: Path, pattern: str | None, progress: Progress | None, move: bool = False
 ) -> Wiring:
-    raw = read_json(source / "config.json")
+    raw = read_config(source)
     plain, wiring = rewired(raw, pattern)
     files = [source / file for file in weight_files(source)]
     beside = [

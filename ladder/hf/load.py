@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ladder.config.fields import check_no_side
 from ladder.errors import LadderError
 
-SIDE = "side.json"  # what a side network's folder has instead of a config.json
 _LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub", "accelerate")
 
 
@@ -20,8 +20,8 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
     local = Path(name).is_dir()
     if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise LadderError(f"{name} is neither a directory nor the name of a model on the hub, as in org/name")
-    if (Path(name) / SIDE).is_file() and not (Path(name) / "config.json").exists() and auto.__name__ != "AutoTokenizer":
-        raise LadderError(f"{name} is a side network: name the model it stands beside; `ladder eval` measures both")
+    if auto.__name__ != "AutoTokenizer":
+        check_no_side(Path(name))
     try:
         return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
     except LadderError:
