@@ -76,6 +76,10 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
     others = [arm for arm in given.arm if WAYS[arm.partition("-")[2]].get("method", "full") not in WHOLE]
+    if given.between and others:
+        parser.error(f"--between lies between weights, and {' '.join(others)} leave them where they were")
+    if not all(0 < share < 1 for share in given.between):
+        parser.error("--between takes shares of the way, above 0 and below 1")
     if given.optimizer == "muon" and others:
         parser.error(f"--optimizer muon trains weights as they are, and {' '.join(others)} do not")
     asked = Asked(given)
@@ -147,7 +151,7 @@ class Asked:
                 eval_every=10**9, save_every=10**9, weight_decay=0.01, optimizer=given.optimizer,
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
-            begun = {"start": self.fitted(arm)[0]} if is_fitted(arm) else {}
+            begun = {"begin": self.fitted(arm)[0]} if is_fitted(arm) else {}
             adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way], **begun), run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -139,6 +139,11 @@ def test_plain_fine_tuning(model: Path, data: Path, tmp_path: Path) -> None:
     losses = [value for _, value in log(tmp_path / "out")]
     assert losses[-1] < losses[0] - 0.5 and "eval_kl" not in found
     assert log(tmp_path / "out", "staleness") == []
+    assert "by fine-tuning on text alone" in " ".join((tmp_path / "out" / "README.md").read_text().split())
+    both = AdaptOptions(str(model), tmp_path / "both", lm_weight=0.5, staleness=0.0)
+    adapt(both, adapting(data, 1), silent)
+    card = " ".join((tmp_path / "both" / "README.md").read_text().split())
+    assert "by distillation from the original and by fine-tuning on text" in card
 
 
 def test_the_originals_streams_teach_too(model: Path, data: Path, tmp_path: Path) -> None:

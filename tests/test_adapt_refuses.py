@@ -28,6 +28,7 @@ from tests.training import adapting, silent
     ("window", "a window of 65 is more than the model's 64"),
     ("wiring", "covers more than the model's 3 layers"),
     ("fsdp", "--fsdp is for --method full and layers, lora trains little: leave one out"),
+    ("narrow", "a reduction of 1000 leaves nothing of a width of 32"),
     ("recompute", "--recompute has nothing to do for --method side"),
     ("top", "--teacher-top 300 is no part of a vocabulary of 300"),
     ("valid", "other was tokenized with another tokenizer than .*model"),
@@ -69,6 +70,7 @@ def test_refused(
             "local": ({"wiring": "desync-2x"}, {}), "stale": ({"wiring": "desync-2x", "ranks": 2}, {}),
             "ranks": ({"ranks": 3}, {}), "emulated": ({"ranks": 2, "method": "lora"}, {}), "closed": ({}, {}),
             "layers": ({"method": "layers", "wiring": "standard"}, {}),
+            "narrow": ({"method": "side", "reduction": 1000}, {}),
         }[what]  # fmt: skip
         if what == "closed":
             monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
@@ -88,7 +90,7 @@ def test_refused(
     ({"kl_weight": 0.0, "lm_weight": 1.0, "teacher_top": 4}, "--teacher-top needs a --kl-weight above 0"),
     ({"staleness": 1.5}, "staleness must be from 0 to 1, not 1.5"),
     ({"staleness_way": "slowly"}, "unknown staleness-way .slowly.: known are together, first, last, chance"),
-    ({"staleness_way": "last", "start": Path("fitted")}, "--staleness-way last needs a staleness that moves"),
+    ({"staleness_way": "last", "begin": Path("fitted")}, "--staleness-way last needs a staleness that moves"),
     ({"staleness_way": "chance", "staleness": 0.0}, "--staleness-way chance needs a staleness that moves"),
     ({"staleness_way": "first", "method": "side"}, "--staleness-way first needs a staleness that"),
     ({"method": "side", "staleness": 0.5}, "--staleness moves layers that are trained"),

@@ -207,9 +207,17 @@ def test_two_wirings_side_by_side(
     assert capfd.readouterr() == ("", "") and not caplog.records
     json.dumps(found, allow_nan=False)
     out = StringIO()
-    Console(file=out, width=200).print(table(found))
+    console = Console(file=out, width=200)
+    console.print(table(found, console))
     shown = out.getvalue()
     assert re.search(r"kl .* 0 .*\d ± 0\.\d+ .*\+\d\.\d+ ± 0\.\d+", shown) and "*" not in shown.split("└")[0]
+    # where that does not fit every figure is there all the same, a line for each arm
+    figures = set(re.findall(r"\+?\d\S* ± \d\S*", shown))
+    out.truncate(out.seek(0))
+    narrow = Console(file=out, width=88)
+    narrow.print(table(found, narrow))
+    assert figures and set(re.findall(r"\+?\d\S* ± \d\S*", out.getvalue())) == figures and "…" not in out.getvalue()
+    assert len(re.findall(r"(?m)^│ kl ", out.getvalue())) == 1 and re.search(r"│ ladder .* \+\d", out.getvalue())
 
 
 def weighted_changes(windows: list[list[list[float]]], base: list[list[list[float]]]) -> float:
@@ -278,5 +286,6 @@ def test_other_tokens_are_not_paired(tmp_path: Path) -> None:
     _, row = evaluate([Arm(str(plain)), Arm(str(begun))], text=text)
     assert row["paired"] is False and row["n"] == len(WORDS)
     out = StringIO()
-    Console(file=out, width=200).print(table([_, row]))
+    console = Console(file=out, width=200)
+    console.print(table([_, row], console))
     assert re.search(r"perplexity .* \* ", out.getvalue())

@@ -257,7 +257,7 @@ def test_writes_a_checkpoint(
     assert figures and float(figures[3]) < 0.6 * float(figures[2])
     assert int(figures[1]) == 64 * 48
     card = (out / "README.md").read_text()
-    assert f"{figures[2]} rewired, {figures[3]} fitted" in card and '--wiring "standard:1 ladder:2" --start out' in card
+    assert f"{figures[2]} rewired, {figures[3]} fitted" in card and '--wiring "standard:1 ladder:2" --begin out' in card
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -283,12 +283,12 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
     begun = distance(
         AutoModelForCausalLM.from_pretrained(fitted), AutoModelForCausalLM.from_pretrained(model), text, window=WINDOW
     )
-    found = adapt(AdaptOptions(str(model), tmp_path / "out", start=fitted), run, silent)
+    found = adapt(AdaptOptions(str(model), tmp_path / "out", begin=fitted), run, silent)
     assert found["eval_kl"] == pytest.approx(begun.kl.value, rel=1e-4)
     cold = adapt(AdaptOptions(str(model), tmp_path / "cold", staleness=0.0), run, silent)
     assert found["eval_kl"] < 0.8 * cold["eval_kl"] and log(tmp_path / "out")[0][1] < 0.8 * log(tmp_path / "cold")[0][1]
     asked = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert asked["start"] == str(fitted) and "start" in asked["contents"]
+    assert asked["begin"] == str(fitted) and "begin" in asked["contents"]
     told = [
         "that were fitted or trained for it before" in (tmp_path / name / "README.md").read_text()
         for name in ("out", "cold")
@@ -299,7 +299,7 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
 def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = training(data, 30, valid=data, eval_every=30, lr=1e-2)
-    found = adapt(AdaptOptions(str(model), out, start=fitted, method="side", reduction=1), run, silent)
+    found = adapt(AdaptOptions(str(model), out, begin=fitted, method="side", reduction=1), run, silent)
     text, original = Shards.open(data).read(0, 12 * WINDOW + 1), AutoModelForCausalLM.from_pretrained(model)
     backbone = AutoModelForCausalLM.from_pretrained(fitted)
     begun = distance(backbone, original, text, window=WINDOW).kl.value
@@ -351,22 +351,22 @@ def test_no_one_solution() -> None:
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"start": "nothing"}, "no such folder: .*nothing; ladder fit makes one"),
-    ({"start": "model"}, "is wired 'standard', not 'ladder': begin with weights of the same wiring"),
-    ({"start": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
-    ({"start": "fitted", "ranks": 2}, "is for 1 ranks, not 2: begin with weights for the same number"),
-    ({"start": "empty"}, "empty has no config.json: begin with a finished model"),
-    ({"start": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
-    ({"start": "fitted", "staleness": 0.5}, "--start is of the wiring already, where --staleness ends: leave one out"),
+    ({"begin": "nothing"}, "no such folder: .*nothing; ladder fit makes one"),
+    ({"begin": "model"}, "is wired 'standard', not 'ladder': begin with weights of the same wiring"),
+    ({"begin": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
+    ({"begin": "fitted", "ranks": 2}, "is for 1 ranks, not 2: begin with weights for the same number"),
+    ({"begin": "empty"}, "empty has no config.json: begin with a finished model"),
+    ({"begin": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
+    ({"begin": "fitted", "staleness": 0.5}, "--begin is of the wiring already, where --staleness ends: leave one out"),
 ])  # fmt: skip
 def test_adapt_refuses(
     changes: dict[str, Any], message: str, model: Path, data: Path, fitted: Path, tmp_path: Path
 ) -> None:
     folders = {"model": model, "fitted": fitted, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty"}
     folders["empty"].mkdir()
-    if changes["start"] == "wide":
+    if changes["begin"] == "wide":
         folders["wide"] = tiny.model(tmp_path / "wide", data, intermediate_size=64)
-    changes = {**changes, "start": folders[changes["start"]]}
+    changes = {**changes, "begin": folders[changes["begin"]]}
     with pytest.raises(LadderError, match=message) as refused:
         adapt(AdaptOptions(str(model), tmp_path / "out", **changes), training(data), silent)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
+from torch.distributed.run import get_args_parser
 
 from ladder import LLM, SamplingParams
-from ladder.cli import main
+from ladder.cli import app, main
 from tests.checkpoints import tiny
 from tests.processes import free_port, world
 
@@ -220,3 +222,14 @@ def test_a_second_world_at_the_same_port(model: Path, answers: list[dict[str, ob
         status, out, err = first.end()
     found = lines(begun + out)
     assert (status, found[: len(PROMPTS)], len(found)) == (0, answers, len(prompts)) and "Traceback" not in err, err
+
+
+def test_torchrun_leaves_every_option_to_its_verb() -> None:
+    """argparse knows its own options by their beginnings, behind the program's name too, and refuses ambiguous ones."""
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {"adapt", "train", "generate"} <= set(verbs)
+    for verb, command in verbs.items():
+        for flag in (flag for parameter in command.params for flag in parameter.opts if flag.startswith("-")):
+            line = ["ladder", verb, flag, "value"]
+            asked = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", *line])
+            assert [asked.training_script, *asked.training_script_args] == line

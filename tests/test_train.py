@@ -71,7 +71,7 @@ def test_learns_logs_and_tells(data: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in evaluations] == [5, 10, 15, 20, 23]
     assert len(seen) == len(losses) + len(evaluations)
     last = {name: evaluations[-1][name] for name in ("eval_loss", "eval_perplexity")}
-    assert found == {"main": True, **last}
+    assert found == {"main": True, "tokens": 23 * WINDOW * BATCH, **last}
     assert math.exp(found["eval_loss"]) == pytest.approx(found["eval_perplexity"])
     assert told[-1][:2] == (23, 23) and [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert any("tokens/s" in what for _, _, what in told) and any(what.startswith("valid ") for _, _, what in told)
@@ -352,7 +352,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], data: Path, 
 
     own = ScratchOptions(tmp_path / "out", size="tiny")
     code, out, err = trained(own, training(data, 2))
-    assert (code, err) == (0, "") and out.startswith(f"wrote {tmp_path / 'out'}: loss ")
+    assert (code, err) == (0, "") and out.startswith(f"wrote {tmp_path / 'out'}, {2 * WINDOW * BATCH} tokens: loss ")
     assert out.count("\n") == 1 and "perplexity" in out and "epoch" not in out
     code, out, err = trained(own, training(data, 2))
     assert (code, out, err) == (2, "", f"ladder: {tmp_path / 'out'} is finished: name a new folder\n")

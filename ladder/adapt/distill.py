@@ -13,7 +13,7 @@ from ladder.adapt import folder as place
 from ladder.adapt.log import Progress
 from ladder.adapt.loss import Weights
 from ladder.adapt.options import WHOLE, AdaptOptions, TrainingOptions
-from ladder.adapt.original import check_start, read_original, read_tokenizer
+from ladder.adapt.original import check_begin, read_original, read_tokenizer
 from ladder.adapt.side import SideConfig, SideModel
 from ladder.adapt.staleness import Moving
 from ladder.adapt.teacher import Present, Questions, Ranks, Remembered, Teacher
@@ -31,7 +31,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
-    folders = {"model": Path(options.model), "start": options.start, "data": training.data, "valid": training.valid}
+    folders = {"model": Path(options.model), "begin": options.begin, "data": training.data, "valid": training.valid}
     wanted = {**place.asked(options, training, **folders), "staleness": options.moving}
     if not options.moving:
         del wanted["staleness_way"]  # which runs from before it was refused may have said
@@ -61,7 +61,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
             teacher = Remembered() if options.teacher_top else Present(original())
         steps = round(options.moving * training.steps)
         kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
-        model = pretrained(AutoModelForCausalLM, str(options.start or options.model), dtype=kept)
+        model = pretrained(AutoModelForCausalLM, str(options.begin or options.model), dtype=kept)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # what is new in the model is drawn
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
@@ -97,14 +97,16 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError(f"--optimizer muon is for --method full and layers, not for {options.method}: leave one out")
     if options.method == "side" and training.recompute:
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
+    if options.method == "side":
+        SideConfig(reduction=options.reduction).shape(config)
     if options.teacher_top >= config.vocab_size:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
     if options.teacher_top and options.answers.resolve() == options.out.resolve():
         raise LadderError(f"{options.out} is where the run goes: name another --teacher, or none")
     if options.method == "lora" and find_spec("peft") is None:
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
-    if options.start is not None:
-        check_start(options.start, config, wiring, options.ranks)
+    if options.begin is not None:
+        check_begin(options.begin, config, wiring, options.ranks)
     return wiring, read_tokenizer(options.model, config, training.data, training.valid)
 
 
@@ -136,12 +138,13 @@ def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torc
             save(run, folder, dtype)
         if run.args.process_index == 0:
             tokenizer.save_pretrained(folder)
-            kind, learned = run.model.config.model_type, bool(options.kl_weight or options.hidden_weight)
-            begun = options.start is not None
+            kind = run.model.config.model_type
+            learned = bool(options.kl_weight or options.hidden_weight), bool(options.lm_weight)
+            begun = options.begin is not None
             text = (
-                side_card(options.model, options.out, kind, wiring, options.start)
+                side_card(options.model, options.out, kind, wiring, options.begin)
                 if options.method == "side"
-                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, learned, begun)
+                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, *learned, begun)
             )
             (folder / "README.md").write_text(text, encoding="utf-8")
 

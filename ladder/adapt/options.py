@@ -119,13 +119,13 @@ class AdaptOptions:
     kl_weight: float = option(1.0, "Of the KL divergence from the original, over all tokens.")
     lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
-    start: Path | None = option(
+    begin: Path | None = option(
         None,
         "Begin with these weights, of the same wiring (side: stay with them): what `ladder fit` or a run left.",
     )
     staleness: float | None = option(
         None,
-        "Share of the steps in which staleness moves from 0 to 1; default: 0.5, with --start or side 0: at once.",
+        "Share of the steps in which staleness moves from 0 to 1; default: 0.5, with --begin or side 0: at once.",
     )
     staleness_way: str = option("together", f"How it moves: {', '.join(WAYS)}.")
     ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
@@ -138,7 +138,7 @@ class AdaptOptions:
         "share it; default: OUT/teacher.",
     )
     rank: int = option(16, "Of --method lora.")
-    reduction: int = option(8, "How much narrower than the model --method side's network is.")
+    reduction: int = option(8, "How much narrower than the model --method side's network is, in whole heads.")
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -157,8 +157,8 @@ class AdaptOptions:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
         if self.method == "side" and self.staleness:
             raise LadderError("--staleness moves layers that are trained, which --method side leaves as they are")
-        if self.start is not None and self.staleness:
-            raise LadderError("--start is of the wiring already, where --staleness ends: leave one out")
+        if self.begin is not None and self.staleness:
+            raise LadderError("--begin is of the wiring already, where --staleness ends: leave one out")
         if self.staleness_way != WAYS[0] and not self.moving:
             raise LadderError(f"--staleness-way {self.staleness_way} needs a staleness that moves, and it is 1 at once")
         if self.teacher_top < 0:
@@ -179,7 +179,7 @@ class AdaptOptions:
     @property
     def moving(self) -> float:
         """The share of the steps in which staleness moves."""
-        default = 0.0 if self.start is not None or self.method == "side" else 0.5
+        default = 0.0 if self.begin is not None or self.method == "side" else 0.5
         return default if self.staleness is None else self.staleness
 
 

@@ -32,21 +32,21 @@ def read_original(model: str, pattern: str, window: int) -> tuple[Any, Wiring]:
     return config, wiring
 
 
-def check_start(start: Path, config: Any, wiring: Wiring, ranks: int) -> None:
+def check_begin(begin: Path, config: Any, wiring: Wiring, ranks: int) -> None:
     """Refuse weights to begin with that are of another model or wiring."""
-    if not start.is_dir():
-        raise LadderError(f"no such folder: {start}; ladder fit makes one")
-    if not (start / "config.json").exists():
-        raise LadderError(f"{start} has no config.json: begin with a finished model, of ladder fit or ladder adapt")
-    own = pretrained(AutoConfig, str(start))
+    if not begin.is_dir():
+        raise LadderError(f"no such folder: {begin}; ladder fit makes one")
+    if not (begin / "config.json").exists():
+        raise LadderError(f"{begin} has no config.json: begin with a finished model, of ladder fit or ladder adapt")
+    own = pretrained(AutoConfig, str(begin))
     for name in _SAME:
         if (found := getattr(own, name, None)) != (wanted := getattr(config, name, None)):
-            raise LadderError(f"{start} is of another model: its {name} is {found}, not {wanted}")
+            raise LadderError(f"{begin} is of another model: its {name} is {found}, not {wanted}")
     held = wiring_of(vars(own), own.num_hidden_layers)
     if (found := ranks_of(vars(own))) != ranks:
-        raise LadderError(f"{start} is for {found} ranks, not {ranks}: begin with weights for the same number")
+        raise LadderError(f"{begin} is for {found} ranks, not {ranks}: begin with weights for the same number")
     if held != wiring:
-        raise LadderError(f"{start} is wired {str(held)!r}, not {str(wiring)!r}: begin with weights of the same wiring")
+        raise LadderError(f"{begin} is wired {str(held)!r}, not {str(wiring)!r}: begin with weights of the same wiring")
 
 
 def read_tokenizer(model: str, config: Any, *folders: Path | None) -> Any:

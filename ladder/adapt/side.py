@@ -75,6 +75,8 @@ class SideConfig:
         head = min(getattr(config, "head_dim", None) or hidden // heads, LARGEST_HEAD) // 2 * 2  # rotary needs pairs
         if head < 2:
             raise LadderError(f"a model of width {hidden} with {heads} heads is too small for a side network")
+        if self.reduction > hidden:
+            raise LadderError(f"a reduction of {self.reduction} leaves nothing of a width of {hidden}")
         width = max(1, round(hidden / self.reduction / head)) * head
         return Shape(hidden, width, head, len(self.reads(config.num_hidden_layers)))
 

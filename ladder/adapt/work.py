@@ -81,8 +81,8 @@ def work(
     make: Callable[[Data, Any], Job],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Train what `make(data, arguments)` answers; returns the last evaluation, and whether this is the rank that tells
-    it. `out` is begun when there is nothing left to refuse.
+    """Train what `make(data, arguments)` answers; returns the last evaluation, how many tokens it was trained on,
+    and whether this is the rank that tells it. `out` is begun when there is nothing left to refuse.
     """
     with quiet(), _forms(64) if options.compiled else nullcontext():
         args = arguments(options, out / place.CHECKPOINTS)
@@ -104,7 +104,7 @@ def work(
         run.accelerator.wait_for_everyone()
         if args.process_index == 0:
             place.finish(out)
-    return {"main": args.process_index == 0, **last}
+    return {"main": args.process_index == 0, "tokens": options.steps * options.batch * options.window, **last}
 
 
 def _forms(most: int) -> Any:

@@ -86,7 +86,8 @@ def evaluate(options: EvalOptions) -> None:
         for row in rows:
             typer.echo(json.dumps(row))
     else:
-        Console().print(table(rows))
+        console = Console()
+        console.print(table(rows, console))
 
 
 def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":

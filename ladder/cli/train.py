@@ -11,7 +11,7 @@ from ladder.cli.verbs import steps_bar, verb
 @verb(FitOptions)
 def fit(options: FitOptions) -> None:
     """Fit a model's weights to another wiring by least squares, layer by layer: no training. What damage is left is for
-    ladder adapt --start.
+    ladder adapt --begin.
     """
     from ladder.adapt.fit import fit
 
@@ -49,6 +49,7 @@ def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[s
 
 def _tell(found: dict[str, Any], done: str) -> None:
     """The last evaluation, once: torchrun starts this on every rank."""
+    tokens = found.pop("tokens")  # of whole steps
     if found.pop("main"):
         figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in found.items())
-        typer.echo(f"{done}: {figures}")
+        typer.echo(f"{done}, {tokens} tokens: {figures}")

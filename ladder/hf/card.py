@@ -84,7 +84,7 @@ _FITTED = (
 
 {layers} {told}. Training goes on from here; measure it before use:
 
-    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --start {folder}
+    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --begin {folder}
     ladder eval {source} {folder} --text book.txt --source {source}
 
 """
@@ -132,10 +132,20 @@ _TRAINED = (
 
 
 def adapted_card(
-    source: str, folder: str, family: str, wiring: Wiring, native: bool, distilled: bool = True, begun: bool = False
+    source: str,
+    folder: str,
+    family: str,
+    wiring: Wiring,
+    native: bool,
+    distilled: bool = True,
+    text: bool = False,
+    begun: bool = False,
 ) -> str:
-    """README.md for what was adapted from `source`; `begun`: from weights of that wiring, not from the original's."""
+    """README.md for what was adapted from `source`: what it learned from, the original, the text's own loss or both;
+    `begun`: from weights of that wiring, not from the original's.
+    """
     how = "by distillation from the original" if distilled else "by fine-tuning on text alone"
+    how += " and by fine-tuning on text" * (distilled and text)
     how += ", from weights that were fitted or trained for it before" * begun
     return _filled(_ADAPTED.replace("{how}", how), source, folder, family, wiring, native)
 

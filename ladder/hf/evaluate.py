@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +30,8 @@ from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
 from ladder.hf.rewire import rewire
 from ladder.wiring import Wiring
+
+CAPTION = "value ± standard error; * of a difference: not paired"
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,18 @@ def evaluate(
     return [row for each, estimates in zip(ready, found, strict=True) for row in _rows(each, estimates, found[0])]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Measures downwards, arms side by side; every arm but the first with its difference to the first."""
+def table(rows: Sequence[Mapping[str, Any]], console: Console) -> Table:
+    """Measures downwards, arms side by side; where the console is too narrow for that, an arm a line."""
+    wide = _side_by_side(rows)
+    wished = console.measure(wide, options=console.options.update(max_width=10_000)).maximum
+    return wide if wished <= console.width else _one_below_the_other(rows)
+
+
+def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Every arm but the first with its difference to the first."""
     arms = list(dict.fromkeys((row["model"], row["wiring"]) for row in rows))
     cells = {(row["measure"], row["model"], row["wiring"]): row for row in rows}
-    grid = Table(caption="value ± standard error; * of a difference: not paired")
+    grid = Table(caption=CAPTION)
     grid.add_column("measure")
     for index, (model, wiring) in enumerate(arms):
         grid.add_column(f"{Path(model).name}\n{wiring}", justify="right")
@@ -142,13 +152,29 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for measure in dict.fromkeys(row["measure"] for row in rows):
         line = [measure]
         for index, arm in enumerate(arms):
-            row = cells.get((measure, *arm), {})
-            line.append(shown(row.get("value"), row.get("stderr")))
-            if index:
-                mark = " *" if row.get("paired") is False else ""
-                line.append(shown(row.get("difference"), row.get("difference_stderr"), "+") + mark)
+            line += _figures(cells.get((measure, *arm), {}))[: 1 + bool(index)]
         grid.add_row(*line)
     return grid
+
+
+def _one_below_the_other(rows: Sequence[Mapping[str, Any]]) -> Table:
+    grid = Table(caption=CAPTION)
+    for head in ("measure", "model", "wiring"):
+        grid.add_column(head, overflow="fold")
+    for head in ("value", "difference"):
+        grid.add_column(head, justify="right", no_wrap=True)
+    for measure in dict.fromkeys(row["measure"] for row in rows):
+        grid.add_section()
+        for index, row in enumerate(row for row in rows if row["measure"] == measure):
+            grid.add_row("" if index else measure, Path(row["model"]).name, row["wiring"], *_figures(row))
+    return grid
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    """The value and its difference to the first arm's."""
+    mark = " *" if row.get("paired") is False else ""
+    difference = shown(row.get("difference"), row.get("difference_stderr"), "+") + mark
+    return [shown(row.get("value"), row.get("stderr")), difference]
 
 
 def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimate]) -> Iterator[dict[str, Any]]:
