@@ -17,8 +17,8 @@ from ladder.bench.report.arms import looks
 RESULTS = Path(__file__).parent.parent / "results"
 SAID = {
     "finetune": "plain fine-tuning", "distill": "distilled", "schedule": "distilled, staleness moves",
-    "fit": "fitted, distilled", "fittext": "fitted, distilled, text's loss", "side": "a side network", "lora": "LoRA, staleness moves",
-    "fitlayers": "fitted, distilled, rewired layers only",
+    "fit": "fitted, distilled", "fittext": "fitted, distilled, text's loss", "side": "a side network",
+    "fitlayers": "fitted, distilled, rewired layers only", "lora": "LoRA, staleness moves",
 }  # fmt: skip
 HALF = "standard:15 ladder:15"
 
