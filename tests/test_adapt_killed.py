@@ -173,7 +173,7 @@ def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tm
 def test_other_options_and_finished_runs(model: Path, data: Path, adapted: Path) -> None:
     with pytest.raises(LadderError, match=r"is a run with staleness 0\.5, not 0\.25: give the same"):
         adapt(AdaptOptions(str(model), adapted, staleness=0.25), adapting(data), silent)
-    with pytest.raises(LadderError, match=f"out is a run with start None, not {model}: give the same"):
+    with pytest.raises(LadderError, match=f"out is a run with begin None, not {model}: give the same"):
         adapt(AdaptOptions(str(model), adapted, begin=model, staleness=0.0), adapting(data), silent)
     with pytest.raises(LadderError, match="out is finished: name a new folder"):
         adapt(AdaptOptions(str(model), adapted), adapting(data), silent)
