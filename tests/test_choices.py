@@ -1,14 +1,17 @@
-"""How the experiments score tasks, which docs/quality.md tells, against EleutherAI's harness."""
+"""How the experiments score tasks, against EleutherAI's harness, and make the weights that docs/quality.md tells of."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.adaptation import between, load
 from experiments.choices import scores
 from ladder.engine.options import EMBEDDED
 from ladder.hf.evaluate import Arm, evaluate
+from tests.hosts import host
 
 ENDS = ["down to the sea.", "into the green of it", "upon the table, and said nothing", "of"]
 ROWS = {
@@ -38,3 +41,18 @@ def test_scores_are_the_harness_s(kind: str, tmp_path: Path) -> None:
         for row in evaluate([Arm(str(EMBEDDED))], tasks=[file], dtype="float32")
     }
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_weights_between_two_models(tmp_path: Path) -> None:
+    """A share of the way from the first, tied weights once."""
+    model = host("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "one")
+    for weight in model.parameters():
+        weight.data.neg_().add_(0.1)
+    model.save_pretrained(tmp_path / "two")
+    one, two = (load(tmp_path / name).state_dict() for name in ("one", "two"))
+    found = between(tmp_path / "one", tmp_path / "two", 0.25).state_dict()
+    assert found.keys() == one.keys()
+    for name, weight in found.items():
+        wanted = 0.75 * one[name].float().cpu() + 0.25 * two[name].float().cpu()
+        torch.testing.assert_close(weight.float().cpu(), wanted, rtol=2**-7, atol=1e-6)

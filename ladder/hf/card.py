@@ -137,9 +137,9 @@ def adapted_card(
     family: str,
     wiring: Wiring,
     native: bool,
-    distilled: bool = True,
-    text: bool = False,
-    begun: bool = False,
+    distilled: bool,
+    text: bool,
+    begun: bool,
 ) -> str:
     """README.md for what was adapted from `source`: what it learned from, the original, the text's own loss or both;
     `begun`: from weights of that wiring, not from the original's.
