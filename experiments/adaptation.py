@@ -28,15 +28,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.choices import scores
-from ladder.adapt.distill import adapt
-from ladder.adapt.fit import fit
-from ladder.adapt.folder import finished
-from ladder.adapt.options import OPTIMIZERS, WHOLE, AdaptOptions, FitOptions, TrainingOptions
-from ladder.adapt.shards import Shards
-from ladder.adapt.side import SideModel
 from ladder.bench.machine import machine
+from ladder.data.shards import Shards
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
+from ladder.scan.fit import fit
+from ladder.train.distill import adapt
+from ladder.train.folder import finished
+from ladder.train.options import OPTIMIZERS, WHOLE, AdaptOptions, FitOptions, TrainingOptions
+from ladder.train.side import SideModel
 
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "lambada")
 WAYS: dict[str, dict[str, Any]] = {

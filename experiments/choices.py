@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.adapt.side import SideModel
+from ladder.train.side import SideModel
 
 AT_ONCE = 65_536  # tokens of a pass, padding included
 

@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from ladder.adapt.scratch import born, hf_config
-from ladder.adapt.shards import Shards
 from ladder.bench.machine import machine
 from ladder.config import ModelConfig
+from ladder.data.shards import Shards
 from ladder.hf import rewire
+from ladder.train.scratch import born, hf_config
 
 WINDOW, RATE = 256, 2e-3
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ladder.adapt.fit import fit
-from ladder.adapt.options import FitOptions
 from ladder.bench.machine import machine
+from ladder.scan.fit import fit
+from ladder.train.options import FitOptions
 
 
 def main() -> None:

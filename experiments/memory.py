@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ladder.adapt.distill import adapt
-from ladder.adapt.options import AdaptOptions, TrainingOptions
-from ladder.adapt.scratch import hf_config
 from ladder.bench.machine import machine
 from ladder.config import ModelConfig
+from ladder.train.distill import adapt
+from ladder.train.options import AdaptOptions, TrainingOptions
+from ladder.train.scratch import hf_config
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "side": ({"method": "side"}, {}),

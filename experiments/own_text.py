@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ladder.adapt.shards import Shards
 from ladder.bench.machine import machine
+from ladder.data.shards import Shards
 
 GIVEN, LENGTH = 12, 256  # tokens that a text of DATA gives, and that a text has in all
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # SmolLM2's own

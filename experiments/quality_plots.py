@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.bench.lanes import plainly, plotting
-from ladder.bench.report.arms import looks
+from ladder.report.arms import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
 SAID = {

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ladder.adapt.flops import operations
-from ladder.adapt.options import ScratchOptions, TrainingOptions
-from ladder.adapt.recipes import recipe
-from ladder.adapt.scratch import hf_config, train
 from ladder.bench.machine import machine
+from ladder.train.flops import operations
+from ladder.train.options import ScratchOptions, TrainingOptions
+from ladder.train.recipes import recipe
+from ladder.train.scratch import hf_config, train
 
 
 @dataclass(frozen=True)

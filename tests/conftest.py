@@ -14,7 +14,7 @@ from ladder.comm.emulated import World
 from ladder.engine.nursery import nursery
 
 DEGREES = (1, 2, 4, 8)
-HEAVY = ("ladder.adapt.distill", "ladder.adapt.scratch", "peft", "tests.training")  # seconds to import
+HEAVY = ("ladder.train.distill", "ladder.train.scratch", "peft", "tests.training")  # seconds to import
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a kernel is defined: before any test imports one
@@ -76,8 +76,8 @@ def model(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def adapted(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It, after a run that nothing happened to: 24 steps, staleness 1 after 12."""
-    from ladder.adapt.distill import adapt
-    from ladder.adapt.options import AdaptOptions
+    from ladder.train.distill import adapt
+    from ladder.train.options import AdaptOptions
     from tests import training as tiny
 
     out = tmp_path_factory.mktemp("adapted") / "out"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ladder.adapt.distill import adapt
-from ladder.adapt.options import AdaptOptions
-from ladder.adapt.shards import Shards
-from ladder.adapt.side import SideModel
 from ladder.cli import main
+from ladder.data.shards import Shards
 from ladder.hf import rewire
 from ladder.hf.measures import Distance, distance
+from ladder.train.distill import adapt
+from ladder.train.options import AdaptOptions
+from ladder.train.side import SideModel
 from tests import training as tiny
 from tests.training import WINDOW, adapting, log, silent, weights
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
-from ladder.adapt import distill as module
-from ladder.adapt.distill import adapt
-from ladder.adapt.folder import complete
-from ladder.adapt.options import AdaptOptions
 from ladder.errors import LadderError
+from ladder.train import distill as module
+from ladder.train.distill import adapt
+from ladder.train.folder import complete
+from ladder.train.options import AdaptOptions
 from tests import training as tiny
 from tests.training import Stop, adapting, log, same, silent, until, weights
 

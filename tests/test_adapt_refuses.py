@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ladder.adapt import distill as module
-from ladder.adapt.distill import adapt
-from ladder.adapt.options import AdaptOptions
 from ladder.errors import LadderError
 from ladder.hf import rewire
+from ladder.train import distill as module
+from ladder.train.distill import adapt
+from ladder.train.options import AdaptOptions
 from tests import training as tiny
 from tests.checkpoints import byte_tokenizer
 from tests.training import adapting, silent

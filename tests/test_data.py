@@ -19,11 +19,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import ladder.adapt.documents as reading
 import ladder.cli.data as _data
-from ladder.adapt.documents import documents
-from ladder.adapt.shards import Shards, Writer
-from ladder.adapt.texts import fingerprint, tokenize, train_tokenizer
+import ladder.data.documents as reading
+from ladder.data.documents import documents
+from ladder.data.shards import Shards, Writer
+from ladder.data.texts import fingerprint, tokenize, train_tokenizer
 from ladder.errors import LadderError
 from tests.checkpoints import END, byte_tokenizer, tiny
 
@@ -322,7 +322,7 @@ def test_parquet_without_pyarrow(model: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-C, by a full disk, by a line far into the text; and then it works."""
-    monkeypatch.setattr("ladder.adapt.texts.BATCH", 200)
+    monkeypatch.setattr("ladder.data.texts.BATCH", 200)
     file = write(tmp_path / "a.jsonl", TEXTS * 20)
 
     def interrupt(done: int, total: int) -> None:

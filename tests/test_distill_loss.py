@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ladder.adapt import loss as module
-from ladder.adapt.loss import Top, Weights, apart, distance, next_tokens, top
+from ladder.train import loss as module
+from ladder.train.loss import Top, Weights, apart, distance, next_tokens, top
 
 ROWS, VOCABULARY = 14, 37
 

@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from ladder.adapt.distill import adapt
-from ladder.adapt.fit import fit
-from ladder.adapt.options import AdaptOptions, FitOptions
-from ladder.adapt.shards import Shards
-from ladder.adapt.side import SideModel
-from ladder.adapt.solve import solve
 from ladder.cli import main
+from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance
+from ladder.scan.fit import fit
+from ladder.scan.solve import solve
+from ladder.train.distill import adapt
+from ladder.train.options import AdaptOptions, FitOptions
+from ladder.train.side import SideModel
 from tests import training as tiny
 from tests.hosts import CONFIGS, host
 from tests.training import WINDOW, log, same, silent, training, weights

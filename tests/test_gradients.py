@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ladder.adapt.gradients import shard_gradients, sum_shared_gradients
 from ladder.checkpoint import load
 from ladder.comm.base import Comm, Solo
 from ladder.comm.differentiable import Differentiable
@@ -23,6 +22,7 @@ from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.layers.loss import IGNORED, cross_entropy
 from ladder.model import Decoder
+from ladder.train.gradients import shard_gradients, sum_shared_gradients
 from tests.processes import run_processes
 from tests.recording import Event, Recording
 from tests.weights import TINY, Given, draw, joined, tiny

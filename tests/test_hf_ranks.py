@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ladder.adapt.gradients import shard_gradients
 from ladder.checkpoint import load
 from ladder.comm.base import Comm
 from ladder.comm.emulated import World
@@ -22,6 +21,7 @@ from ladder.errors import LadderError
 from ladder.hf import restale, rewire
 from ladder.hf.layer import Once, Share
 from ladder.model import Decoder
+from ladder.train.gradients import shard_gradients
 from tests import oracle
 from tests.hosts import LAYERS, _attention, _mlp, host
 from tests.test_hf import assert_same, close, loss_and_gradients, padded, tokens, training_loss

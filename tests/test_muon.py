@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
-from ladder.adapt import muon as module
-from ladder.adapt.distill import adapt
-from ladder.adapt.muon import MOMENTUM, NEWTON_SCHULZ, SIZE, STEPS, Muon, groups, muon
-from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
-from ladder.adapt.scratch import train
-from ladder.adapt.trainer import arguments
 from ladder.errors import LadderError
+from ladder.train import muon as module
+from ladder.train.distill import adapt
+from ladder.train.muon import MOMENTUM, NEWTON_SCHULZ, SIZE, STEPS, Muon, groups, muon
+from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.train.scratch import train
+from ladder.train.trainer import arguments
 from tests import training as tiny
 from tests.training import Stop, log, same, silent, training, until, weights
 

@@ -6,9 +6,9 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from ladder.adapt.flops import operations
-from ladder.adapt.side import SideConfig, SideModel
 from ladder.hf import rewire
+from ladder.train.flops import operations
+from ladder.train.side import SideConfig, SideModel
 from tests import training as tiny
 
 

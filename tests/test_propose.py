@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from ladder.adapt.probe import Damage
-from ladder.adapt.propose import Machine, propose, size_between, size_for
-from ladder.adapt.scan import Scan, sizes
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import Deployment, predict
+from ladder.scan.probe import Damage
+from ladder.scan.propose import Machine, propose, size_between, size_for
+from ladder.scan.scan import Scan, sizes
 from ladder.wiring import Wiring
 
 

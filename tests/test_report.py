@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from ladder.bench.report import figures as report_figures
-from ladder.bench.report.arms import ARMS, looks
-from ladder.bench.report.figures import SPEEDUP, TOKENS, frontier, latency, throughput
-from ladder.bench.report.options import ReportOptions
-from ladder.bench.report.published import beside
-from ladder.bench.report.rows import load
-from ladder.bench.report.write import report
 from ladder.comm.link import LINKS, Link
 from ladder.errors import LadderError
+from ladder.report import figures as report_figures
+from ladder.report.arms import ARMS, looks
+from ladder.report.figures import SPEEDUP, TOKENS, frontier, latency, throughput
+from ladder.report.options import ReportOptions
+from ladder.report.published import beside
+from ladder.report.rows import load
+from ladder.report.write import report
 
 EVIL = "</script><img src=x onerror=alert(1)>$\\frac{&\u2028"
 
@@ -241,7 +241,7 @@ def test_looks_are_the_same_everywhere() -> None:
     assert len({(look.colour, look.fill, look.marker) for look in many.values()}) == len(many)
 
 
-@pytest.mark.parametrize("module", ["ladder.bench.report", "ladder.bench.report.options"])
+@pytest.mark.parametrize("module", ["ladder.report", "ladder.report.options"])
 def test_no_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

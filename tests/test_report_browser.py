@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ladder.bench.report.arms import TIMES
-from ladder.bench.report.write import report
+from ladder.report.arms import TIMES
+from ladder.report.write import report
 from tests.test_report import EVIL, row, sample, step, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

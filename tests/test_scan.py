@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.adapt.scan import Scan, extended, rows_of, scan, sizes, windows_of
-from ladder.adapt.solve import solve
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
+from ladder.scan.scan import Scan, extended, rows_of, scan, sizes, windows_of
+from ladder.scan.solve import solve
 from ladder.wiring import Wiring
 from tests.hosts import host, oracle
 

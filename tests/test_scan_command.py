@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ladder.adapt.propose import Machine
-from ladder.adapt.scan import scan, sizes, windows_of
-from ladder.adapt.texts import tokenize
 from ladder.bench.machine import machine
 from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
+from ladder.data.texts import tokenize
 from ladder.model import Decoder
+from ladder.scan.propose import Machine
+from ladder.scan.scan import scan, sizes, windows_of
 from ladder.wiring import Wiring
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.naive import WORDS
@@ -98,7 +98,7 @@ def test_a_fitted_set_is_told_before_the_next_is_fitted(
             raise KeyboardInterrupt
         return model
 
-    monkeypatch.setattr("ladder.adapt.probe.solve", solve)
+    monkeypatch.setattr("ladder.scan.probe.solve", solve)
     arguments = ["--data", folder / "text", "--window", 16, "--tokens", 32, "--batch", 1, "--fit", 64, "--json"]
     status, out, _ = run("scan", folder / "m", *arguments)
     lines = [json.loads(line) for line in out.splitlines()]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ladder.adapt.shards import Shards, Windows, Writer
-from ladder.adapt.texts import tokenize
+from ladder.data.shards import Shards, Windows, Writer
+from ladder.data.texts import tokenize
 from ladder.errors import LadderError
 from tests.checkpoints import byte_tokenizer
 from tests.test_data import write
@@ -63,7 +63,7 @@ def test_windows_travel_to_workers(hundred: Shards) -> None:
 
 
 def test_many_shards_are_not_open_at_once(hundred: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ladder.adapt.shards.MAPS", 3)
+    monkeypatch.setattr("ladder.data.shards.MAPS", 3)
     again = Shards.open(hundred.folder)
     for start in (0, 50, 92, 8, 30):
         assert again.read(start, 8).tolist() == list(range(start, start + 8)) and len(again._maps) <= 3
@@ -113,7 +113,7 @@ def test_damaged_folders(message: str, harm: Callable[[Path], object], tmp_path:
 
 def test_an_id_in_the_middle_and_a_shard_that_vanished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What opening did not see, reading does."""
-    monkeypatch.setattr("ladder.adapt.shards.EDGE", 4)
+    monkeypatch.setattr("ladder.data.shards.EDGE", 4)
     tokenize([write(tmp_path / "a.txt", ["x" * 59])], tmp_path / "out", byte_tokenizer(), shard_tokens=20)
     shard = tmp_path / "out/shard-00001.bin"
     shard.write_bytes(shard.read_bytes()[:20] + b"\xff\xff" + shard.read_bytes()[22:])

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from ladder.adapt.side import SideConfig, SideModel
-from ladder.adapt.side_layer import visible
 from ladder.errors import LadderError
 from ladder.hf import restale, rewire
 from ladder.hf.harness import Harness
 from ladder.hf.measures import distance
+from ladder.train.side import SideConfig, SideModel
+from ladder.train.side_layer import visible
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.hosts import CONFIGS, LAYERS, host
 from tests.test_hf import close, tokens

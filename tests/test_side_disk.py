@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ladder.adapt.distill import adapt
-from ladder.adapt.options import AdaptOptions
-from ladder.adapt.side import SideConfig, SideModel
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance
+from ladder.train.distill import adapt
+from ladder.train.options import AdaptOptions
+from ladder.train.side import SideConfig, SideModel
 from tests import training as tiny
 from tests.hosts import host
 from tests.test_hf import close, tokens

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ladder.adapt.staleness import WAYS, Moving
+from ladder.train.staleness import WAYS, Moving
 
 STEPS, COUNT, WIRED = 40, 9, (2, 3, 5, 6, 7, 8)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ladder.adapt import teacher
-from ladder.adapt.distill import adapt
-from ladder.adapt.options import AdaptOptions
-from ladder.adapt.shards import Shards, Windows
-from ladder.adapt.teacher import Questions, Ranks
+from ladder.data.shards import Shards, Windows
 from ladder.errors import LadderError
+from ladder.train import teacher
+from ladder.train.distill import adapt
+from ladder.train.options import AdaptOptions
+from ladder.train.teacher import Questions, Ranks
 from tests import training as tiny
 from tests.training import WINDOW, Stop, adapting, log, same, silent, until, weights
 

@@ -16,16 +16,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM
 
 import ladder.hf
-from ladder.adapt import folder as place
-from ladder.adapt import log as told
-from ladder.adapt import trainer as module
-from ladder.adapt.options import ScratchOptions, TrainingOptions
-from ladder.adapt.recipes import RECIPES, Recipe
-from ladder.adapt.scratch import born, train
-from ladder.adapt.shards import Shards, Spread
-from ladder.adapt.work import Data
 from ladder.config import SIZES, ModelConfig
+from ladder.data.shards import Shards, Spread
 from ladder.errors import LadderError
+from ladder.train import folder as place
+from ladder.train import log as told
+from ladder.train import trainer as module
+from ladder.train.options import ScratchOptions, TrainingOptions
+from ladder.train.recipes import RECIPES, Recipe
+from ladder.train.scratch import born, train
+from ladder.train.work import Data
 from tests import training as tiny
 from tests.training import BATCH, WINDOW, Stop, log, same, silent, training, until, weights
 

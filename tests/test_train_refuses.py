@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ladder.adapt import trainer as module
-from ladder.adapt.options import ScratchOptions, TrainingOptions
-from ladder.adapt.scratch import train
 from ladder.errors import LadderError
+from ladder.train import trainer as module
+from ladder.train.options import ScratchOptions, TrainingOptions
+from ladder.train.scratch import train
 from tests import training as tiny
 from tests.training import silent, training
 

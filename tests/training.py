@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ladder.adapt.folder import complete
-from ladder.adapt.options import TrainingOptions
-from ladder.adapt.texts import tokenize
 from ladder.cli import main
+from ladder.data.texts import tokenize
+from ladder.train.folder import complete
+from ladder.train.options import TrainingOptions
 from tests.processes import world
 
 LIMIT = 120.0  # seconds for what would otherwise hang

@@ -27,9 +27,9 @@ from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
+from ladder.devices import device as find_device
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import Graphs
-from ladder.engine.requests import device as find_device
 from ladder.errors import LadderError, check_known
 from ladder.kernels.ops import Kernels
 from ladder.layers.attention import KVCache

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ladder.config import DTYPES, SIZES
-from ladder.engine.options import check_types, option
 from ladder.errors import LadderError, check_known
+from ladder.options import check_types, option
 from ladder.perf.arms import ARMS
 
 REAL = "real"  # in place of a link's name: the wire there is

@@ -22,9 +22,9 @@ from ladder.bench.one_rank import CONTEXT
 from ladder.bench.shard import Case, shard, wired
 from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
+from ladder.devices import device as find_device
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import Graphs
-from ladder.engine.requests import device as find_device
 from ladder.errors import LadderError, check_known
 from ladder.kernels.ops import Kernels
 from ladder.model import Decoder, Layer

@@ -14,9 +14,9 @@ from ladder.bench.shard import Case, shard, wired
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
+from ladder.devices import device as find_device
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import Graphs
-from ladder.engine.requests import device as find_device
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
 from ladder.kernels.ops import Kernels

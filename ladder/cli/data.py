@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from ladder.cli.verbs import bytes_bar, verb
-from ladder.engine.options import argument, option
+from ladder.options import argument, option
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DataOptions:
 @verb(DataOptions)
 def data(options: DataOptions) -> None:
     """Tokenize texts into a folder of memory-mapped shards, streamed, for training."""
-    from ladder.adapt.texts import tokenize
+    from ladder.data.texts import tokenize
 
     with bytes_bar("tokenizing") as progress:
         shards = tokenize(

@@ -10,8 +10,9 @@ import typer
 
 from ladder.cli.verbs import bytes_bar, verb
 from ladder.config.fields import read_text
-from ladder.engine.options import EngineOptions, SamplingParams, option
+from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.errors import LadderError
+from ladder.options import option
 
 if TYPE_CHECKING:
     from ladder.engine.requests import Chunk, Result

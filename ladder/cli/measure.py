@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ladder.bench.options import BenchOptions
-from ladder.bench.report.options import ReportOptions
 from ladder.cli.verbs import steps_bar, verb
-from ladder.engine.options import argument, option
 from ladder.errors import LadderError
+from ladder.options import argument, option
+from ladder.report.options import ReportOptions
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def trace(options: TraceOptions) -> None:
     from ladder.checkpoint import Directory, Random
     from ladder.comm.link import Link
     from ladder.config import ModelConfig
-    from ladder.engine.requests import device
+    from ladder.devices import device
 
     plotting()
     source = Random() if options.model is None else Directory(options.model)
@@ -117,7 +117,7 @@ def bench(options: BenchOptions) -> None:
 @verb(ReportOptions)
 def report(options: ReportOptions) -> None:
     """Draw what `ladder bench` measured: one page that opens without a network, and pictures."""
-    from ladder.bench.report.write import report
+    from ladder.report.write import report
 
     written = report(options.inputs, options.out)
     typer.echo(f"wrote {options.out}: {', '.join(path.name for path in written)}")

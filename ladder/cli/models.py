@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
-from ladder.engine.options import argument, option
 from ladder.errors import LadderError
+from ladder.options import argument, option
 
 if TYPE_CHECKING:
     from ladder.hf.evaluate import Arm
@@ -92,8 +92,8 @@ def evaluate(options: EvalOptions) -> None:
 
 def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":
     """A model, or a side network and what it stands beside."""
-    from ladder.adapt.side import SideModel, backbone_of
     from ladder.hf.evaluate import Arm
+    from ladder.train.side import SideModel, backbone_of
 
     if (theirs := backbone_of(Path(model))) is None:
         return Arm(model, wiring)

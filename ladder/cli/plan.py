@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ladder.cli.verbs import verb
-from ladder.engine.options import option
 from ladder.errors import LadderError
+from ladder.options import option
 
 WIRINGS = ("standard", "parallel", "ladder", "none")
 GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "alpha_us": "alpha us", "pp": "PP"}

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ladder.cli.verbs import steps_bar, verb
-from ladder.engine.options import argument, option
 from ladder.errors import LadderError
+from ladder.options import argument, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ladder.adapt.probe import Damage, Heard
-    from ladder.adapt.propose import Predictor, Proposal
-    from ladder.adapt.scan import Scan
+    from ladder.scan.probe import Damage, Heard
+    from ladder.scan.propose import Predictor, Proposal
+    from ladder.scan.scan import Scan
 
 CHARACTERS = 64  # of a text for each token that is wanted: more than any text needs, and less than a library of it
 
@@ -74,9 +74,9 @@ def _check_plot(file: Path) -> None:
 @verb(ScanOptions)
 def scan(options: ScanOptions) -> None:
     """Find the layers that bear another wiring best: damage of each alone, of growing sets, and a set to adapt."""
-    from ladder.adapt.propose import propose
-    from ladder.adapt.scan_plot import draw
     from ladder.bench.lanes import plainly, plotting
+    from ladder.scan.plot import draw
+    from ladder.scan.propose import propose
 
     pyplot = None if options.plot is None else plotting()
     found, predictor = _measured(options)
@@ -106,12 +106,12 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     """All input is checked before a weight is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ladder.adapt.probe import checked_row, original_wiring, tried
-    from ladder.adapt.propose import check_reach, check_wishes, size_between, size_for
-    from ladder.adapt.scan import extended, scan
     from ladder.config import DTYPES
-    from ladder.engine.requests import device
+    from ladder.devices import device
     from ladder.hf.load import pretrained, quiet
+    from ladder.scan.probe import checked_row, original_wiring, tried
+    from ladder.scan.propose import check_reach, check_wishes, size_between, size_for
+    from ladder.scan.scan import extended, scan
 
     check_wishes(options.budget, options.speed)
     row = checked_row(options.wiring)
@@ -145,9 +145,9 @@ def _windows(options: ScanOptions, config: Any) -> tuple["Tensor", "Tensor | Non
     """The text as this model's tokens: windows to measure on, and rows to fit on."""
     from transformers import AutoTokenizer
 
-    from ladder.adapt.scan import rows_of, windows_of
     from ladder.hf.load import pretrained
     from ladder.hf.measures import begin_of, checked_window
+    from ladder.scan.scan import rows_of, windows_of
 
     window = checked_window(config, options.window)
     words = _words(options.data, options.field, CHARACTERS * (options.tokens + (options.fit or 0) + 1))
@@ -162,7 +162,7 @@ def _windows(options: ScanOptions, config: Any) -> tuple["Tensor", "Tensor | Non
 
 def _words(file: Path, field: str, most: int) -> str:
     """The beginning of a text. Where `ladder data` unpacks it or picks it out of rows, its documents stand apart."""
-    from ladder.adapt.documents import check_files, documents
+    from ladder.data.documents import check_files, documents
     from ladder.hf.measures import read
 
     if file.is_dir():
@@ -180,8 +180,8 @@ def _words(file: Path, field: str, most: int) -> str:
 
 
 def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":
-    from ladder.adapt.propose import Machine
     from ladder.config import ModelConfig
+    from ladder.scan.propose import Machine
 
     if options.speed is None:
         return None

@@ -4,8 +4,8 @@ from typing import Any
 
 import typer
 
-from ladder.adapt.options import AdaptOptions, FitOptions, ScratchOptions, TrainingOptions
 from ladder.cli.verbs import steps_bar, verb
+from ladder.train.options import AdaptOptions, FitOptions, ScratchOptions, TrainingOptions
 
 
 @verb(FitOptions)
@@ -13,7 +13,7 @@ def fit(options: FitOptions) -> None:
     """Fit a model's weights to another wiring by least squares, layer by layer: no training. What damage is left is for
     ladder adapt --begin.
     """
-    from ladder.adapt.fit import fit
+    from ladder.scan.fit import fit
 
     with steps_bar("loading") as progress:
         found = fit(options, progress)
@@ -30,7 +30,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
     """Retrain a model under another wiring by self-distillation, until it is what it was. Continues a run that was
     stopped; under torchrun on as many GPUs and machines as it is given.
     """
-    from ladder.adapt.distill import adapt
+    from ladder.train.distill import adapt
 
     with steps_bar("loading") as progress:
         found = adapt(options, training, progress)
@@ -40,7 +40,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
 @verb(ScratchOptions, TrainingOptions)
 def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[str]) -> None:
     """Train a model of any wiring from scratch."""
-    from ladder.adapt.scratch import train
+    from ladder.train.scratch import train
 
     with steps_bar("loading") as progress:
         found = train(options, training, progress, named)

@@ -1,46 +1,16 @@
 """What a user can choose. The command line is generated from these classes."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
 from ladder.config import DTYPES
 from ladder.errors import LadderError
-
-
-def option(default: Any, help: str) -> Any:
-    """A dataclass field that is also a command-line option."""
-    return field(default=default, metadata={"help": help})
-
-
-def argument(help: str) -> Any:
-    """A dataclass field that is given on the command line without a name."""
-    return field(metadata={"help": help, "argument": True})
-
+from ladder.options import check_types, option
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"  # a small model that comes with this package
 WIRES = ("auto", "symmetric", "nccl", "gloo")
 LONGEST = 1e6  # seconds of patience, twelve days
-
-
-def check_types(options: Any) -> None:
-    """Every field of a dataclass is of the type it was declared with."""
-    for name, hint in get_type_hints(type(options)).items():
-        value = getattr(options, name)
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if not any(_is(value, kind) for kind in kinds):
-            wanted = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
-            raise LadderError(f"{name} must be {wanted}, not {value!r}")
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is(part, get_args(kind)[0]) for part in value)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ladder.checkpoint import Directory
 from ladder.comm.base import Seat
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
+from ladder.devices import device
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.text import Text, load_tokenizer
 from ladder.errors import LadderError
@@ -141,16 +140,3 @@ class Opened:
             last = self.config.vocab - 1
             raise LadderError(f"prompt {index} has the token {wrong[0]}, the model's vocabulary is 0 to {last}")
         return tokens
-
-
-def device(name: str) -> torch.device:
-    """A device by its name, if this machine has it."""
-    try:
-        found = torch.device(name)
-    except RuntimeError:
-        raise LadderError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
-    if found.type not in ("cpu", "cuda"):
-        raise LadderError(f"device {name!r} is not supported: use cpu, cuda or cuda:N")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise LadderError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return found

@@ -105,7 +105,7 @@ A side network for `{source}` under another wiring: the model's weights are not 
 
     {wiring}
 
-    from ladder.adapt.side import SideModel
+    from ladder.train.side import SideModel
     from ladder.hf import rewire
     from transformers import AutoModelForCausalLM
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ladder.config.fields import read_config, read_json
 from ladder.config.lock import locked, unlocked, wiring_of
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
+from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card
 from ladder.hf.families import family
 from ladder.hf.wire import refuse_settings
@@ -166,36 +167,3 @@ def _download(model: str, revision: str | None, folder: Path) -> None:
         snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=["config.json", WEIGHTS, *BESIDE])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise LadderError(f"{model} cannot be had from the hub: {' '.join(str(error).split())[:300]}") from None
-
-
-def check_new(out: Path) -> None:
-    """Refuse a folder that is something already, or that cannot be made."""
-    writable(out)
-    writable(out.absolute().parent)  # it is made beside, and renamed
-    if out.exists() and any(out.iterdir()):
-        raise LadderError(f"{out} is there already: name a new folder")
-
-
-@contextmanager
-def new_folder(out: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """A folder beside `out` that is gone afterwards, unless it was given another name."""
-    folder = out.with_name(out.name + suffix)
-    if folder.exists():
-        raise LadderError(f"{folder} is there already, left by a run that was killed or is still at work: remove it")
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def writable(folder: Path) -> Path:
-    """The nearest folder that exists, itself or one above; refused where nothing can be made in it."""
-    path = folder.absolute()
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        raise LadderError(f"{folder} cannot be made: {path} is a file")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise LadderError(f"{folder} cannot be written: nothing can be made in {path}")
-    return path

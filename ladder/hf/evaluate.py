@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ladder.config import DTYPES
 from ladder.config.lock import wiring_of
-from ladder.engine.requests import device as find_device
+from ladder.devices import device as find_device
 from ladder.errors import LadderError
 from ladder.hf.families import family
 from ladder.hf.harness import Harness, Progress

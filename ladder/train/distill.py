@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from ladder.adapt import folder as place
-from ladder.adapt.log import Progress
-from ladder.adapt.loss import Weights
-from ladder.adapt.options import WHOLE, AdaptOptions, TrainingOptions
-from ladder.adapt.original import check_begin, read_original, read_tokenizer
-from ladder.adapt.side import SideConfig, SideModel
-from ladder.adapt.staleness import Moving
-from ladder.adapt.teacher import Present, Questions, Ranks, Remembered, Teacher
-from ladder.adapt.work import Data, Job, compile_layers, save, work
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
+from ladder.scan.original import check_begin, read_original, read_tokenizer
+from ladder.train import folder as place
+from ladder.train.log import Progress
+from ladder.train.loss import Weights
+from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
+from ladder.train.side import SideConfig, SideModel
+from ladder.train.staleness import Moving
+from ladder.train.teacher import Present, Questions, Ranks, Remembered, Teacher
+from ladder.train.work import Data, Job, compile_layers, save, work
 from ladder.wiring import Wiring
 
 

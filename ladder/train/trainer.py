@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ladder.adapt import folder as place
-from ladder.adapt.log import Done, Log, Progress
-from ladder.adapt.loss import Weights, apart, distance, next_tokens, piece
-from ladder.adapt.muon import muon
-from ladder.adapt.options import TrainingOptions
-from ladder.adapt.staleness import Moving
-from ladder.adapt.teacher import Teacher
 from ladder.errors import LadderError
 from ladder.hf import restale
+from ladder.train import folder as place
+from ladder.train.log import Done, Log, Progress
+from ladder.train.loss import Weights, apart, distance, next_tokens, piece
+from ladder.train.muon import muon
+from ladder.train.options import TrainingOptions
+from ladder.train.staleness import Moving
+from ladder.train.teacher import Teacher
 
 LEAST = 0.1  # of the learning rate, at the end
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from ladder.bench.report.figures import BASE, facts
-from ladder.bench.report.rows import Row
+from ladder.report.figures import BASE, facts
+from ladder.report.rows import Row
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Beside(_Claim):
 
 def published() -> dict[str, Any]:
     """The paper's figures of speed, with their source."""
-    raw: dict[str, Any] = json.loads((files("ladder.bench.report") / "published.json").read_text(encoding="utf-8"))
+    raw: dict[str, Any] = json.loads((files("ladder.report") / "published.json").read_text(encoding="utf-8"))
     return raw
 
 

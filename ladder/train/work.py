@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ladder.adapt import folder as place
-from ladder.adapt.log import Progress
-from ladder.adapt.loss import Weights
-from ladder.adapt.options import TrainingOptions
-from ladder.adapt.shards import TOKENIZER, Shards, Spread, Windows
-from ladder.adapt.staleness import Moving
-from ladder.adapt.teacher import Teacher
-from ladder.adapt.trainer import Run, arguments
+from ladder.data.shards import TOKENIZER, Shards, Spread, Windows
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
 from ladder.hf.wire import inside, layers_of
+from ladder.train import folder as place
+from ladder.train.log import Progress
+from ladder.train.loss import Weights
+from ladder.train.options import TrainingOptions
+from ladder.train.staleness import Moving
+from ladder.train.teacher import Teacher
+from ladder.train.trainer import Run, arguments
 
 
 @dataclass(frozen=True)

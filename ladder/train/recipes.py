@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ladder.adapt.options import TrainingOptions
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
+from ladder.train.options import TrainingOptions
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ladder.adapt.probe import Damage
-from ladder.adapt.propose import Proposal
-from ladder.adapt.scan import Scan
+from ladder.scan.probe import Damage
+from ladder.scan.propose import Proposal
+from ladder.scan.scan import Scan
 
 # after Okabe and Ito: colour-blind readers can tell them apart
 OTHER, GROWN, LAST, BUDGET = "#9a9a9a", "#0072b2", "#e69f00", "#d55e00"

@@ -15,10 +15,10 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ladder.adapt.options import AdaptOptions, ScratchOptions, TrainingOptions
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
-from ladder.hf.convert import writable
+from ladder.files import writable
+from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
 CONTENTS, _EDGE = "contents", 1 << 16

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ladder.bench.lanes import draw, first_layers, plainly, plotting
-from ladder.bench.report.arms import TIMES, Look, figure
-from ladder.bench.report.figures import SPEEDUP, TOKENS, Mark, Panel, heights, joined
-from ladder.bench.report.rows import Lanes
+from ladder.report.arms import TIMES, Look, figure
+from ladder.report.figures import SPEEDUP, TOKENS, Mark, Panel, heights, joined
+from ladder.report.rows import Lanes
 
 MARKERS = {
     "circle": "o",

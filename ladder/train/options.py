@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladder.adapt.staleness import WAYS
-from ladder.engine.options import argument, check_types, option
 from ladder.errors import LadderError
+from ladder.options import argument, check_types, option
+from ladder.train.staleness import WAYS
 
 DTYPES = ("bfloat16", "float32")
 METHODS = ("full", "layers", "lora", "side")

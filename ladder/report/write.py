@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ladder.bench.lanes import plotting
-from ladder.bench.report.arms import looks
-from ladder.bench.report.figures import frontier, latency, throughput
-from ladder.bench.report.page import page
-from ladder.bench.report.plots import pictures
-from ladder.bench.report.rows import load
 from ladder.errors import LadderError
+from ladder.report.arms import looks
+from ladder.report.figures import frontier, latency, throughput
+from ladder.report.page import page
+from ladder.report.plots import pictures
+from ladder.report.rows import load
 
 
 def report(inputs: Sequence[Path], out: Path) -> list[Path]:

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ladder.adapt.log import Progress
-from ladder.adapt.options import FitOptions
-from ladder.adapt.original import read_original, read_tokenizer
-from ladder.adapt.shards import Shards, Spread, Windows
-from ladder.adapt.solve import solve
-from ladder.adapt.work import write
 from ladder.config.model import FAMILIES as NATIVE
+from ladder.data.shards import Shards, Spread, Windows
 from ladder.errors import LadderError
+from ladder.files import check_new, new_folder
 from ladder.hf import rewire
 from ladder.hf.card import fitted_card
-from ladder.hf.convert import check_new, new_folder
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance, perplexity
+from ladder.scan.original import read_original, read_tokenizer
+from ladder.scan.solve import solve
+from ladder.progress import Progress
+from ladder.train.options import FitOptions
+from ladder.train.work import write
 from ladder.wiring import Wiring
 
 PER_INPUT = 64  # tokens for each unknown of an equation

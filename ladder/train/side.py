@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ladder.adapt.side_layer import Pass, Shape, SideNetwork
 from ladder.config.fields import SIDE, read_json
 from ladder.config.lock import unlocked, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.families import family
 from ladder.hf.rewire import IN_MEMORY
 from ladder.hf.wire import layers_of
+from ladder.train.side_layer import Pass, Shape, SideNetwork
 from ladder.wiring import Wiring
 
 WEIGHTS, FACTS = "side.safetensors", SIDE

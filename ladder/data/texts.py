@@ -15,10 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ladder.adapt.documents import Piece, check_files, documents
-from ladder.adapt.shards import INDEX, TOKENIZER, Shards, Writer
+from ladder.data.documents import Piece, check_files, documents
+from ladder.data.shards import INDEX, TOKENIZER, Shards, Writer
 from ladder.errors import LadderError
-from ladder.hf.convert import check_new, new_folder
+from ladder.files import check_new, new_folder
 from ladder.hf.load import pretrained, quiet  # ladder.hf also teaches AutoTokenizer what a wired checkpoint is
 
 END = "<|end|>"  # of a text, for tokenizers that are trained here

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder.adapt.probe import Damage, Heard, Probe, Progress, borrowed
 from ladder.errors import LadderError
+from ladder.scan.probe import Damage, Heard, Probe, Progress, borrowed
 from ladder.wiring import Wiring
 
 POINTS = 8

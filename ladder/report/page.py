@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from ladder.bench.lanes import COLOURS, Step
-from ladder.bench.report.arms import TIMES, Look
-from ladder.bench.report.figures import BASE, SPEEDUP, Panel, heights, predicted_ms
-from ladder.bench.report.plots import SHOWN, SPEEDUP_TICKS, timeline_title
-from ladder.bench.report.published import beside, published
-from ladder.bench.report.rows import Lanes, Lines, Row
+from ladder.report.arms import TIMES, Look
+from ladder.report.figures import BASE, SPEEDUP, Panel, heights, predicted_ms
+from ladder.report.plots import SHOWN, SPEEDUP_TICKS, timeline_title
+from ladder.report.published import beside, published
+from ladder.report.rows import Lanes, Lines, Row
 
 # A column's key, its title, and how many digits its numbers have after the point; columns without a value are left out.
 COLUMNS: tuple[tuple[str, str, int | None], ...] = (
@@ -121,7 +121,7 @@ def _panel(figure: str, panel: Panel) -> dict[str, Any]:
 
 
 def _file(name: str) -> str:
-    return (files("ladder.bench.report") / name).read_text(encoding="utf-8")
+    return (files("ladder.report") / name).read_text(encoding="utf-8")
 
 
 def _table(rows: Sequence[Row]) -> dict[str, Any]:

@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
-from ladder.adapt import folder as place
-from ladder.adapt.log import Progress
-from ladder.adapt.loss import Weights
-from ladder.adapt.options import ScratchOptions, TrainingOptions
-from ladder.adapt.recipes import RECIPES, recipe
-from ladder.adapt.shards import Shards
-from ladder.adapt.work import Data, Job, save, work
 from ladder.config import ModelConfig
+from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import trained_card
@@ -23,6 +17,12 @@ from ladder.hf.families import family
 from ladder.hf.layer import out_of
 from ladder.hf.load import pretrained
 from ladder.hf.wire import check_ranks, layers_of
+from ladder.train import folder as place
+from ladder.train.log import Progress
+from ladder.train.loss import Weights
+from ladder.train.options import ScratchOptions, TrainingOptions
+from ladder.train.recipes import RECIPES, recipe
+from ladder.train.work import Data, Job, save, work
 from ladder.wiring import Wiring
 
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ladder.adapt.log import Progress
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.families import Branch
 from ladder.hf.layer import Carried, Place, WiredLayer, out_of
 from ladder.hf.wire import layers_of
+from ladder.progress import Progress
 from ladder.wiring import Wiring
 
 RIDGE = 0.01

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ladder.adapt.solve import solve
 from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import show
 from ladder.hf.measures import Estimate, checked_window
 from ladder.hf.wire import inside, layers_of, refuse_settings, wire_layers
+from ladder.scan.solve import solve
 from ladder.wiring import Out, Wiring, canonical
 from ladder.wiring import row as row_of
 

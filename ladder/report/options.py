@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladder.engine.options import argument, option
 from ladder.errors import LadderError
+from ladder.options import argument, option
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ladder.adapt.flops import operations, peak
-from ladder.adapt.options import TrainingOptions
 from ladder.errors import LadderError
+from ladder.train.flops import operations, peak
+from ladder.train.options import TrainingOptions
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
 

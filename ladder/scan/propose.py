@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from ladder.adapt.probe import Damage, wired
-from ladder.adapt.scan import Scan
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.chips import Chip
 from ladder.perf.plan import MOST_RANKS, ROOM, TooLarge, known_link
 from ladder.perf.predict import Setting, decoding, engine_of
+from ladder.scan.probe import Damage, wired
+from ladder.scan.scan import Scan
 from ladder.wiring import Wiring
 
 PROMPT, NEW = 1024, 512  # tokens of a request, as `ladder plan` has them; the same parts of a context that is shorter

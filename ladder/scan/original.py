@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ladder.adapt.shards import Shards
-from ladder.adapt.texts import fingerprint, load_tokenizer
 from ladder.config.lock import ranks_of, wiring_of
+from ladder.data.shards import Shards
+from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
 from ladder.hf.families import family
 from ladder.hf.load import pretrained

@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ladder.bench.report.arms import TIMES, figure
-from ladder.bench.report.rows import Row
 from ladder.comm.link import Link
 from ladder.errors import LadderError
 from ladder.perf.predict import tpot_ms
+from ladder.report.arms import TIMES, figure
+from ladder.report.rows import Row
 
 BASE = "standard"  # what speed-ups are over
 ANY_LINK = ("standard-fused", "none")  # arms that bring their own link, or none: they join the rows of every link

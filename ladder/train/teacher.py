@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ladder.adapt.folder import write
-from ladder.adapt.log import Progress
-from ladder.adapt.loss import Top, top
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
-from ladder.hf.convert import writable
+from ladder.files import writable
+from ladder.train.folder import write
+from ladder.train.log import Progress
+from ladder.train.loss import Top, top
 
 KNOWN, ASKED, ANSWERED, LOCK = "teacher.json", "asked.json", "answered.bin", "lock"
 LOGS, IDS = "logs.bin", "ids.bin"

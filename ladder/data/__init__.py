@@ -1,0 +1,1 @@
+"""Token shards: documents to tokens, tokens on disk, windows over them."""

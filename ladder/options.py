@@ -1,0 +1,35 @@
+"""Options as dataclass fields: the command line is generated from them, and every value is of its type."""
+
+from dataclasses import field
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from ladder.errors import LadderError
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field that is also a command-line option."""
+    return field(default=default, metadata={"help": help})
+
+
+def argument(help: str) -> Any:
+    """A dataclass field that is given on the command line without a name."""
+    return field(metadata={"help": help, "argument": True})
+
+
+def check_types(options: Any) -> None:
+    """Every field of a dataclass is of the type it was declared with."""
+    for name, hint in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not any(_is(value, kind) for kind in kinds):
+            wanted = " or ".join("None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds)
+            raise LadderError(f"{name} must be {wanted}, not {value!r}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is(part, get_args(kind)[0]) for part in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)

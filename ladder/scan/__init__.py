@@ -1,0 +1,1 @@
+"""Which layers bear a wiring, and weights that make up for it by least squares."""
