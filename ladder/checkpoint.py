@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,8 +26,9 @@ from ladder.model import Decoder
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
+_NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
+# buffers that older checkpoints keep beside the weights
+_BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias")
 # safetensors' names of the types whose values convert to the model's without meaning more than themselves
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -49,7 +51,7 @@ class Random:
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
         whole = torch.randn(shape, generator=generator) * self.deviation
-        return (whole + 1 if name.endswith("norm.weight") else whole)[index]
+        return (whole + 1 if _NORM.search(name) else whole)[index]
 
 
 class Directory:
@@ -63,11 +65,12 @@ class Directory:
         self._types: dict[str, str] = {}
         for file in dict.fromkeys(self.files.values()):
             self._read_header(file)
-        numbers = [int(match[1]) for name in self.files if (match := _LAYER.match(name))]
+        layer = re.compile(re.escape(self.config.names.layers) + r"\.([0-9]{1,6})\.")
+        numbers = [int(match[1]) for name in self.files if (match := layer.match(name))]
         if max(numbers, default=-1) + 1 != self.config.layers:
             found = max(numbers, default=-1) + 1
             raise LadderError(f"{self.path}: config.json calls for {self.config.layers} layers, the files have {found}")
-        if self.config.tied and HEAD in self._shapes:
+        if self.config.tied and f"{self.config.names.head}.weight" in self._shapes:
             # transformers does not tie a head that the files hold; where it equals the embedding, nothing changes
             self.config = replace(self.config, tied=False)
 
@@ -98,7 +101,8 @@ class Directory:
         for name, shape in wanted.items():
             self._check(name, shape)
         for name in self._shapes:
-            if name.startswith("model.") and name not in wanted and not name.endswith("rotary_emb.inv_freq"):
+            ours = name.startswith(self.config.names.layers.split(".")[0] + ".")
+            if ours and name not in wanted and not name.endswith(_BUFFERS):
                 raise LadderError(f"{self.path} has the tensor {name!r}, which a model of its config.json does not")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -143,26 +147,31 @@ def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> N
         raise LadderError(f"{path} already holds weights: choose another directory")
     config = model.config.to_hf()  # refuses what cannot be written, before anything is
     path.mkdir(parents=True, exist_ok=True)
-    groups: list[dict[str, Tensor]] = [{}]
-    room = file_bytes
+    shards: dict[str, list[Shard]] = {}
     for shard in model.shards():
-        size = shard.target.numel() * shard.target.element_size()
-        if size > room and groups[-1]:
-            groups.append({})
-            room = file_bytes
-        groups[-1][shard.name] = shard.target
-        room -= size
-    table: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        table |= dict.fromkeys(group, file)
-        save_file(group, path / f"{file}.partial", metadata={"format": "pt"})
+        shards.setdefault(shard.name, []).append(shard)
+    kind = model.embed_tokens.weight.dtype
+    empty = {name: torch.empty(parts[0].shape, dtype=kind, device="meta") for name, parts in shards.items()}
+    pattern = SINGLE.replace(".safetensors", "{suffix}.safetensors")
+    plan = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=file_bytes)
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: _joined(shards[name]) for name in names}, path / f"{file}.partial", metadata={"format": "pt"})
         (path / f"{file}.partial").chmod(0o644)  # safetensors creates it for its owner alone
         os.replace(path / f"{file}.partial", path / file)
-    if len(groups) > 1:
-        total = sum(t.numel() * t.element_size() for group in groups for t in group.values())
-        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))})
+    if plan.is_sharded:
+        table = dict(sorted(plan.tensor_to_filename.items()))
+        _write_json(path / INDEX, {"metadata": plan.metadata, "weight_map": table})
     _write_json(path / "config.json", config)
+
+
+def _joined(shards: list[Shard]) -> Tensor:
+    """A checkpoint's tensor from all of its pieces."""
+    if len(shards) == 1 and shards[0].target.shape == shards[0].shape:
+        return shards[0].target.contiguous()
+    whole = torch.empty(shards[0].shape, dtype=shards[0].target.dtype)
+    for shard in shards:
+        whole[shard.index] = shard.target.cpu()
+    return whole
 
 
 def _names(file: Path) -> list[str]:

@@ -1,16 +1,16 @@
 """One decoder for every wiring.
 
-    standard   every sub-block waits          ladder   every sub-block reads one sum behind
+    standard   every sub-block waits          ladder   every sub-block reads one all-reduce behind
 
     r ──┬───────────────┐                     r ──┬───────────────┬───────────────┐
         attention       │                         attention       MLP             attention
         all-reduce      │                         all-reduce ┐    all-reduce ┐    ...
         (wait)          │                                    │               │
     r ──┴──── + ────────┘                     r ─────────────┴ + ────────────┴ + ──
-        MLP ...                                 the sum travels beside the next sub-block
+        MLP ...                             the all-reduce runs beside the next sub-block
 
-Which of these happens is not written here: a layer reads the stream with the lag and writes it with the out of its two
-rows of the wiring's table.
+Which of these happens is not written here: a sub-block reads the stream with the lag and writes it with the out of its
+row of the wiring's table. How it is computed is not written here either: that is up to the backend (`Ops`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,35 +21,37 @@ from torch import Tensor, nn
 
 from ladder.comm.base import Comm, Solo
 from ladder.config import ModelConfig
-from ladder.layers.attention import Attention, KVCache, Place
+from ladder.layers.attention import Attention
+from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
 from ladder.layers.embedding import Embedding, Head
+from ladder.layers.experts import ExpertMLP
 from ladder.layers.mlp import MLP
-from ladder.layers.norm import RMSNorm
-from ladder.layers.rope import frequencies
+from ladder.layers.norm import Norm
+from ladder.layers.ops import Ops, Plain
+from ladder.layers.rope import RopeTable
 from ladder.layers.shard import Shard, Sharded
 from ladder.residual import ResidualStream
-from ladder.wiring import SubBlock
+from ladder.wiring import Out, SubBlock
 
 
 class Layer(nn.Module):
-    """Attention, then MLP, each around the residual stream."""
+    """Attention, then MLP or experts, each around the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, index: int, wiring: tuple[SubBlock, SubBlock], comm: Comm, dtype: torch.dtype
+        self, config: ModelConfig, index: int, rope: int, comm: Comm, dtype: torch.dtype, expert_parallel: bool
     ) -> None:
         super().__init__()
-        self.wiring = wiring
-        self.input_layernorm = RMSNorm("input_layernorm", config.hidden, config.norm_eps, dtype)
-        self.self_attn = Attention(config, index, comm, dtype)
-        self.post_attention_layernorm = RMSNorm("post_attention_layernorm", config.hidden, config.norm_eps, dtype)
-        self.mlp = MLP(config, comm, dtype)
+        self.wiring: tuple[SubBlock, SubBlock] = config.sub_blocks()[index]
+        self.attention = Attention(config, index, rope, comm, dtype)
+        self.mlp: MLP | ExpertMLP
+        if config.has_experts(index):
+            self.mlp = ExpertMLP(config, index, comm, dtype, expert_parallel)
+        else:
+            self.mlp = MLP(config, index, comm, dtype, self.attention.norm if config.names.shared_norm else None)
 
-    def forward(self, stream: ResidualStream, place: Place, cache: KVCache | None) -> None:
-        attention, mlp = self.wiring
-        x = self.input_layernorm(stream.read(attention.lag))
-        stream.write(self.self_attn(x, place, cache), attention.out)
-        x = self.post_attention_layernorm(stream.read(mlp.lag))
-        stream.write(self.mlp(x), mlp.out)
+    def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:
+        for block, wiring in zip((self.attention, self.mlp), self.wiring, strict=True):
+            block(ops, stream, wiring, metadata, cache)
 
 
 class Decoder(nn.Module):
@@ -61,22 +63,24 @@ class Decoder(nn.Module):
         comm: Comm | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        expert_parallel: bool = False,
     ) -> None:
+        """`expert_parallel`: each rank has some experts as a whole, instead of a slice of every expert."""
         super().__init__()
         comm = comm or Solo()
-        config.check_degree(comm.size)
+        config.check_degree(comm.size, expert_parallel)
         dtype = dtype or getattr(torch, config.dtype)
         self.config = replace(config, dtype=str(dtype).removeprefix("torch."))
         self.comm = comm
+        self.ropes = RopeTable(config, "cpu" if str(device) == "meta" else device)
         with torch.device(device):
-            self.embed_tokens = Embedding("embed_tokens", config.vocab, config.hidden, comm, dtype)
+            self.embed_tokens = Embedding(config, comm, dtype)
             self.layers = nn.ModuleList(
-                Layer(config, index, wiring, comm, dtype) for index, wiring in enumerate(config.wiring.sub_blocks())
+                Layer(config, index, self.ropes.of_layer[index], comm, dtype, expert_parallel)
+                for index in range(config.layers)
             )
-            self.norm = RMSNorm("norm", config.hidden, config.norm_eps, dtype)
-            tied = self.embed_tokens.weight if config.tied else None
-            self.lm_head = Head("lm_head", config.vocab, config.hidden, comm, dtype, tied)
-        self.register_buffer("frequencies", frequencies(config.rope, config.head_dim).to(device), persistent=False)
+            self.norm = Norm(config.names.norm, config.hidden, config, dtype)
+            self.lm_head = Head(config, comm, dtype, self.embed_tokens.weight if config.tied else None)
 
     def forward(
         self,
@@ -84,31 +88,43 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         last: Tensor | None = None,
         slots: Sequence[int] | None = None,
+        ops: Ops | None = None,
     ) -> Tensor:
         """This rank's block of the logits.
 
-        `tokens` [batch, tokens] follow what the cache's `slots` hold (without a cache: nothing; without `slots`: line i
-        has slot i); lines shorter than the longest are filled up at the right with any id. `last` [batch] picks one
-        token of each line, [batch, 1, block]; without it all of them are answered, [batch, tokens, block].
+        `tokens` [batch, tokens] follow what the cache's `slots` hold (without a cache: nothing; without `slots`:
+        sequence i has slot i); sequences shorter than the longest are filled up at the right with any id. `last`
+        [batch] picks one token of each, [batch, 1, block]; without it all are answered, [batch, tokens, block].
         """
-        frequencies: Tensor = self.frequencies  # type: ignore[assignment]
-        place = Place.of(tokens.shape, cache, slots, self.config, frequencies, self.embed_tokens.weight.dtype)
-        stream = ResidualStream.from_partial(self.comm, self.embed_tokens(tokens))
+        metadata = PrefillMetadata.of(tokens.shape, cache, slots, self.config, self.ropes)
+        if last is None:
+            return self.run(ops or Plain(), tokens.flatten(), metadata, cache, None).unflatten(0, tokens.shape)
+        rows = torch.arange(len(last), device=last.device) * tokens.shape[1] + last
+        return self.run(ops or Plain(), tokens.flatten(), metadata, cache, rows).unsqueeze(1)
+
+    def run(self, ops: Ops, tokens: Tensor, metadata: Metadata, cache: KVCache | None, last: Tensor | None) -> Tensor:
+        """The pass itself, by the backend `ops`: `tokens` [rows] -> logits [rows `last`, or all, block]."""
+        stream = ResidualStream.from_partial(self.comm, ops.embed(self.embed_tokens, tokens, metadata), self.reduces)
         for layer in self.layers:
-            layer(stream, place, cache)
-        x = stream.read(lag=0)
-        if last is not None:
-            x = x[torch.arange(len(last), device=x.device), last].unsqueeze(1)
-        block: Tensor = self.lm_head(self.norm(x))
-        return block
+            layer(ops, stream, metadata, cache)
+        return ops.head(stream, self.norm, self.lm_head, last)
+
+    @property
+    def reduces(self) -> int:
+        """All-reduces of a pass, the embedding's not counted."""
+        return sum(block.out is Out.REDUCE for layer in self.layers for block in layer.wiring)  # type: ignore[union-attr]
+
+    def rewire(self, pattern: str) -> None:
+        """Another wiring, which changes no tensor."""
+        self.config = self.config.rewired(pattern)
+        for layer, wiring in zip(self.layers, self.config.sub_blocks(), strict=True):
+            layer.wiring = wiring  # type: ignore[assignment]
 
     def shards(self) -> Iterator[Shard]:
-        """Every parameter of this rank, by its Hugging Face name."""
-        for path, module in self.named_modules():
-            if module is self or not isinstance(module, Sharded) or (module is self.lm_head and self.config.tied):
-                continue
-            room = "" if module is self.lm_head else "model."
-            yield from module.shards(room + path[: path.rfind(".") + 1])
+        """Every parameter of this rank, by its Hugging Face name; `modules` has a shared one once."""
+        for module in self.modules():
+            if module is not self and isinstance(module, Sharded) and not (module is self.lm_head and self.config.tied):
+                yield from module.shards()
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty cache for this rank's heads."""

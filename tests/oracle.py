@@ -122,7 +122,7 @@ def attention(config: ModelConfig, weights: Weights, layer: int, x: Tensor, rank
         q = project(weights, f"{parent}q_proj", x, head * size, size)
         k = project(weights, f"{parent}k_proj", x, kv_head * size, size)
         v = project(weights, f"{parent}v_proj", x, kv_head * size, size)
-        if config.qk_norm:
+        if config.habits.qk_norm == "head":
             q = rms_norm(q, weights[f"{parent}q_norm.weight"], config.norm_eps)
             k = rms_norm(k, weights[f"{parent}k_norm.weight"], config.norm_eps)
         scores = rotary(config, q) @ rotary(config, k).transpose(1, 2) / math.sqrt(size)

@@ -86,7 +86,7 @@ import sys
 from pathlib import Path
 import torch
 from ladder.checkpoint import Directory, Random, load
-from ladder.comm.base import Seat
+from ladder.comm.base import RankOnly
 from ladder.config import ModelConfig
 from ladder.model import Decoder
 
@@ -98,7 +98,7 @@ load(Decoder(ModelConfig.named("tiny")), Random())  # so that torch's own first-
 source = Directory(sys.argv[1])
 before = status("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
-model = load(Decoder(source.config, Seat(int(sys.argv[3]), int(sys.argv[2]))), source)
+model = load(Decoder(source.config, RankOnly(int(sys.argv[3]), int(sys.argv[2]))), source)
 print(status("VmHWM") - before, sum(s.target.numel() * 4 for s in model.shards()))
 """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import Random, load
-from ladder.comm.base import Arrived, Pending, Solo
+from ladder.comm.base import Completed, Pending, Solo
 from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Flagged, Signalled
@@ -94,7 +94,7 @@ class Late:
 
     def all_reduce(self, x: Tensor) -> Pending:
         self._sum(x)
-        return Arrived(x)
+        return Completed(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat([x] * self.size, dim=-1)

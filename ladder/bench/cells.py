@@ -12,7 +12,7 @@ import torch
 
 from ladder.bench.options import REAL, BenchOptions, Preset
 from ladder.bench.shard import Case
-from ladder.comm.base import Seat
+from ladder.comm.base import RankOnly
 from ladder.comm.link import Link
 from ladder.config import SIZES, ModelConfig
 from ladder.engine.graphs import Graphs
@@ -204,7 +204,7 @@ def _check_memory(cell: Cell, here: Here) -> None:
 
 def needs(cell: Cell) -> tuple[int, int]:
     """Bytes of one rank's weights and of its cache."""
-    model = Decoder(cell.case().config(), Seat(0, cell.tp), "meta", getattr(torch, cell.dtype))
+    model = Decoder(cell.case().config(), RankOnly(0, cell.tp), "meta", getattr(torch, cell.dtype))
     cache = model.new_cache(cell.batch + 1, cell.capacity)
     weights, tables = list(model.parameters()), (*cache.keys, *cache.values)
     return sum(w.numel() * w.element_size() for w in weights), sum(t.numel() * t.element_size() for t in tables)

@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """A sum on the wire."""
+    """An all-reduce in flight."""
 
     def wait(self) -> Tensor:
-        """The sum, once it has arrived. Called exactly once."""
+        """The result, once it is complete. Called exactly once."""
         ...
 
 
 class Comm(Protocol):
-    """One rank's end of the wire. All ranks make the same calls in the same order."""
+    """One rank's communicator. All ranks make the same calls in the same order."""
 
     @property
     def size(self) -> int: ...
@@ -22,11 +22,11 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
 
-    # Two attributes are optional, and false where they are missing. `capturable`: its sums can be part of a CUDA graph.
-    # `signals`: they can set a flag, see comm/signalled.py.
+    # Two attributes are optional, and false where they are missing. `capturable`: its all-reduces can be part of a CUDA
+    # graph. `signals`: they can set a flag, see comm/signalled.py.
 
     def all_reduce(self, x: Tensor) -> Pending:
-        """Start summing `x` over the ranks. `x` belongs to the communicator from here on; it may be overwritten."""
+        """Start adding up `x` over the ranks. `x` belongs to the communicator from here on; it may be overwritten."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -34,22 +34,22 @@ class Comm(Protocol):
         ...
 
 
-class Seat:
-    """A rank without a wire: enough to lay out its shard and to load it, not to compute with it."""
+class RankOnly:
+    """A rank that cannot communicate: enough to lay out its shard and to load it, not to compute with it."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def all_reduce(self, x: Tensor) -> Pending:
-        raise RuntimeError(f"rank {self.rank} of {self.size} has no wire")
+        raise RuntimeError(f"rank {self.rank} of {self.size} has no communicator")
 
     def all_gather(self, x: Tensor) -> Tensor:
-        raise RuntimeError(f"rank {self.rank} of {self.size} has no wire")
+        raise RuntimeError(f"rank {self.rank} of {self.size} has no communicator")
 
 
-class Arrived:
-    """A sum that needed no journey."""
+class Completed:
+    """An all-reduce that is complete from the start."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -59,14 +59,14 @@ class Arrived:
 
 
 class Solo:
-    """One rank: every sum is already complete."""
+    """One rank: nothing has to be added up."""
 
-    capturable = True  # its sums can be part of a CUDA graph
+    capturable = True  # its all-reduces can be part of a CUDA graph
     size = 1
     rank = 0
 
     def all_reduce(self, x: Tensor) -> Pending:
-        return Arrived(x)
+        return Completed(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x

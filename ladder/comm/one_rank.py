@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ladder.comm.base import Arrived, Pending
+from ladder.comm.base import Completed, Pending
 from ladder.comm.link import Link
 from ladder.comm.one_shot import BLOCKS
 
@@ -26,7 +26,7 @@ class OneRank:
 
     def all_reduce(self, x: Tensor) -> Pending:
         self._travel(x, None)
-        return Arrived(x)
+        return Completed(x)
 
     def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int]:
         """The sum, in the current stream, and what it counts `flag` up to."""

@@ -5,7 +5,7 @@ A first dimension of 1 stands for what all ranks have alike, or for a term of a 
 
 from torch import Tensor
 
-from ladder.comm.base import Arrived, Pending
+from ladder.comm.base import Completed, Pending
 
 
 class Stacked:
@@ -18,7 +18,7 @@ class Stacked:
 
     def all_reduce(self, x: Tensor) -> Pending:
         """[size or 1, ...] -> [1, ...]."""
-        return Arrived(x if x.shape[0] == 1 else x.sum(0, keepdim=True))
+        return Completed(x if x.shape[0] == 1 else x.sum(0, keepdim=True))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size or 1, ..., n] -> [1, ..., size * n]."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm.base import Arrived, Comm, Pending
+from ladder.comm.base import Completed, Comm, Pending
 from ladder.comm.one_shot import BLOCKS, OneShot
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
@@ -129,7 +129,7 @@ class Symmetric:
     def all_reduce(self, x: Tensor) -> Pending:
         x = x.contiguous()
         if x.numel() == 0:
-            return Arrived(x)
+            return Completed(x)
         memory = self._room.memory
         kernel = choose(self.size, x.numel() * x.element_size(), x.dtype, self._room.multicast, memory.shape[1])
         if kernel is None or x.device != memory.device:

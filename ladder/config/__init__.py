@@ -2,6 +2,7 @@
 
 from ladder.config.fields import read_json as read_json
 from ladder.config.model import DTYPES as DTYPES
+from ladder.config.model import Experts as Experts
 from ladder.config.model import ModelConfig as ModelConfig
 from ladder.config.rope import Rope as Rope
 from ladder.config.sizes import SIZES as SIZES

@@ -1,36 +1,35 @@
-"""What a model is: its dimensions, its family's habits, and its wiring. From and to Hugging Face's config.json.
-
-A family is a row in the table at the end of this file.
-"""
+"""What a model is: its dimensions, its family's habits, and its wiring."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ladder.config.fields import read_config, read_json, token_ids, whole_number
-from ladder.config.lock import locked, ranks_of, unlocked, wiring_of
+from ladder.config.families import FAMILIES, Family, Names
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
-from ladder.wiring import Wiring
+from ladder.wiring import SubBlock, Wiring
 
 # Beyond any model, but small enough for arithmetic: a typing error should cost a sentence, not the memory.
 LARGEST = {"hidden": 1 << 20, "layers": 4096, "heads": 1 << 16, "kv_heads": 1 << 16, "ffn": 1 << 24, "vocab": 1 << 24}
 LARGEST |= {"context": 1 << 30}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")  # gelu_new is gelu_pytorch_tanh
 
 
 @dataclass(frozen=True)
-class Family:
-    """What a model_type implies beyond its dimensions; `None` for a bias: config.json decides."""
+class Experts:
+    """The MLP of most layers is a choice of `top_k` among `count` experts of inner width `ffn`."""
 
-    architecture: str
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    mlp_bias: bool | None = None
-    qk_norm: bool = False
-    windows: str = "none"  # none; all: every layer has the window; listed: layer_types or max_window_layers say which
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, where config.json is silent
+    count: int
+    top_k: int
+    ffn: int
+    normalize: bool = True  # the chosen experts' weights add up to one
+    dense_layers: tuple[int, ...] = ()  # layers with an ordinary MLP
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.count <= 1 << 16 or not 1 <= self.ffn <= LARGEST["ffn"]:
+            raise LadderError(f"{self.top_k} of {self.count} experts of width {self.ffn}: these numbers do not fit")
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,28 @@ class ModelConfig:
     context: int = 4096
     norm_eps: float = 1e-5
     rope: Rope = Rope()
+    local_rope: Rope | None = None  # of layers with a sliding window, where it is another one
+    no_rope: tuple[int, ...] = ()  # layers without rotary embedding
     tied: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer; empty: none has one
+    activation: str = ""  # empty: the family's
+    experts: Experts | None = None
+    parallel: bool = False  # whether `standard` means that attention and MLP read the same stream
+    variant: str = ""  # of the family's names
+    attention_scale: float | None = None  # scores are q k times this; None: 1 / sqrt(query_scalar)
+    query_scalar: float | None = None  # None: head_dim
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a sub-block adds to the stream
+    logit_divisor: float = 1.0
     bos: int | None = None
     eos: tuple[int, ...] = ()
     dtype: str = "float32"
+    weights: str = "dense"  # how matrices are stored: a row of layers/weight.py
     wiring: Wiring = Wiring(())  # empty: standard
     ranks: int = 1  # the TP degree that a wiring whose function depends on it was trained for; 1: any
 
@@ -77,10 +90,17 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.head_dim < 2 or self.head_dim % 2 or self.head_dim > LARGEST["hidden"]:
             raise LadderError(f"head size {self.head_dim} does not fit: rotary embedding needs pairs")
-        if not self.windows:
-            object.__setattr__(self, "windows", (None,) * self.layers)
-        if not self.wiring.layers:
-            object.__setattr__(self, "wiring", Wiring(("standard",) * self.layers))
+        for rope in (self.rope, self.local_rope or self.rope):
+            if rope.dimensions(self.head_dim) % 2 or (self.head_dim - rope.dimensions(self.head_dim)) % 2:
+                raise LadderError(f"{rope.share} of head size {self.head_dim} is no number of pairs to rotate")
+            if rope.factors and len(rope.factors) != rope.dimensions(self.head_dim) // 2:
+                raise LadderError(f"rotary scaling has {len(rope.factors)} factors for head size {self.head_dim}")
+        self._fill("activation", FAMILIES[self.family].activation, "")
+        self._fill("windows", (None,) * self.layers, ())
+        self._fill("wiring", Wiring(("standard",) * self.layers), Wiring(()))
+        self._fill("variant", next(iter(FAMILIES[self.family].variants), ""), "")
+        if self.activation not in ACTIVATIONS:
+            raise LadderError(f"activation {self.activation!r} is not supported: known are {', '.join(ACTIVATIONS)}")
         for window in self.windows:
             if window is not None and window < 1:
                 raise LadderError(f"a sliding window must be at least 1, not {window}")
@@ -88,9 +108,45 @@ class ModelConfig:
             if length != self.layers:
                 raise LadderError(f"{name} is for {length} layers, the model has {self.layers}")
 
+    def _fill(self, name: str, default: Any, empty: Any) -> None:
+        if getattr(self, name) == empty:
+            object.__setattr__(self, name, default)
+
     @property
-    def qk_norm(self) -> bool:
-        return FAMILIES[self.family].qk_norm
+    def habits(self) -> Family:
+        """The family's row."""
+        return FAMILIES[self.family]
+
+    @property
+    def names(self) -> Names:
+        """Where the family's checkpoints keep each tensor."""
+        return self.habits.variants[self.variant] if self.habits.variants else self.habits.names
+
+    @property
+    def scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        return float((self.query_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden**0.5 if self.habits.root_embedding else self.embed_scale
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """A layer's rotary embedding."""
+        if layer in self.no_rope or self.names.positions is not None:
+            return None
+        return self.local_rope if self.local_rope is not None and self.windows[layer] is not None else self.rope
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:
+        """(attention, MLP) of every layer; `standard` is what the family was born with."""
+        if not self.parallel:
+            return self.wiring.sub_blocks()
+        return Wiring(tuple("parallel" if row == "standard" else row for row in self.wiring.layers)).sub_blocks()
 
     def rewired(self, pattern: str) -> "ModelConfig":
         """The same model with another wiring, given as text."""
@@ -100,20 +156,27 @@ class ModelConfig:
         """Only so many of its layers, under the standard wiring."""
         return replace(self, layers=layers, wiring=Wiring(()), ranks=1, windows=self.windows[:layers])
 
-    def degrees(self) -> list[int]:
+    def degrees(self, expert_parallel: bool = False) -> list[int]:
         """The numbers of ranks this model can be shared by."""
-        return [size for size in range(1, self.heads + 1) if self._fits(size)]
+        return [size for size in range(1, self.heads + 1) if self._fits(size, expert_parallel)]
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, size: int, expert_parallel: bool) -> bool:
         # fewer key/value heads than ranks: each is replicated, so the ranks must share them evenly
         kv = self.kv_heads % size == 0 or size % self.kv_heads == 0
-        return kv and self.heads % size == 0 and self.ffn % size == 0
+        shared = [] if self.experts and not self.experts.dense_layers else [self.ffn]
+        if self.experts is not None:
+            shared.append(self.experts.count if expert_parallel else self.experts.ffn)
+        return kv and self.heads % size == 0 and all(width % size == 0 for width in shared)
 
-    def check_degree(self, size: int) -> None:
+    def check_degree(self, size: int, expert_parallel: bool = False) -> None:
         """Refuse a number of ranks that cannot share this model."""
-        if size < 1 or not self._fits(size):
+        if expert_parallel and self.experts is None:
+            raise LadderError("expert parallelism is for models with experts, this one has none")
+        if size < 1 or not self._fits(size, expert_parallel):
             what = f"{self.heads} heads, {self.kv_heads} key/value heads and ffn {self.ffn}"
-            works = ", ".join(str(n) for n in self.degrees())
+            if self.experts is not None:
+                what += f", {self.experts.count} experts of ffn {self.experts.ffn}"
+            works = ", ".join(str(n) for n in self.degrees(expert_parallel))
             raise LadderError(f"{size} ranks cannot share {what} evenly: the degrees that work are {works}")
 
     @classmethod
@@ -127,136 +190,19 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":
         """Read config.json; end-of-text ids come from generation_config.json where there is one."""
-        try:
-            there = directory.is_dir()
-        except OSError:  # a name that is too long, for one
-            there = False
-        if not there:
-            raise LadderError(f"no such model directory: {str(directory)[:200]}")
-        raw = read_config(directory)
-        generation = directory / "generation_config.json"
-        if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
-            raw["eos_token_id"] = eos
-        try:
-            return cls.from_hf(raw)
-        except LadderError as error:
-            raise LadderError(f"{directory / 'config.json'}: {error}") from None
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-        ) as error:  # a list where a number belongs, and the like
-            raise LadderError(f"{directory / 'config.json'}: a value has the wrong type ({error})") from None
+        from ladder.config.hf import read_directory  # which makes this class
+
+        return read_directory(directory)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """A config.json's content, ours or a plain one."""
-        raw = unlocked(raw)
-        name = raw.get("model_type")
-        if name not in FAMILIES:
-            raise LadderError(f"unknown model family {name!r}: known are {', '.join(FAMILIES)}")
-        family = FAMILIES[name]
-        raw = {**family.defaults, **raw}
-        if raw.get("quantization_config"):
-            raise LadderError("quantized weights are not supported: save the model in bfloat16 or float32 first")
-        if raw.get("staleness") not in (None, 1):
-            raise LadderError("its adaptation is not finished: the layers' staleness is not 1 yet")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise LadderError(f"activation {raw['hidden_act']!r} is not supported: only silu is")
-        layers, heads = whole_number(raw, "num_hidden_layers"), whole_number(raw, "num_attention_heads")
-        if layers > LARGEST["layers"]:
-            raise LadderError(f"num_hidden_layers is {layers}, more than {LARGEST['layers']}")
-        context = whole_number(raw, "max_position_embeddings")
-        attention_bias = bool(raw.get("attention_bias", False))
-        return cls(
-            family=name,
-            hidden=whole_number(raw, "hidden_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=whole_number(raw, "num_key_value_heads", heads),
-            ffn=whole_number(raw, "intermediate_size"),
-            vocab=whole_number(raw, "vocab_size"),
-            head_dim=whole_number(raw, "head_dim", 0),
-            context=context,
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=Rope.from_hf(raw, context),
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            o_bias=attention_bias if family.o_bias is None else family.o_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias,
-            windows=_windows(raw, family, layers),
-            bos=raw.get("bos_token_id"),
-            eos=token_ids(raw.get("eos_token_id")),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-            wiring=wiring_of(raw, layers),
-            ranks=ranks_of(raw),
-        )
+        from ladder.config.hf import from_hf
+
+        return from_hf(raw)
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json's content: plain for the standard wiring, else one that only software with wirings reads."""
-        family = FAMILIES[self.family]
-        raw: dict[str, Any] = {
-            "architectures": [family.architecture],
-            "model_type": self.family,
-            "bos_token_id": self.bos,
-            "dtype": self.dtype,
-            "eos_token_id": list(self.eos) if len(self.eos) != 1 else self.eos[0],
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "max_position_embeddings": self.context,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": self.norm_eps,
-            "rope_parameters": self.rope.to_hf(),
-            "tie_word_embeddings": self.tied,
-            "vocab_size": self.vocab,
-        }
-        if not self.eos:
-            raw["eos_token_id"] = None
-        if family.qkv_bias is None:
-            raw["attention_bias"] = self.qkv_bias
-        if family.mlp_bias is None:
-            raw["mlp_bias"] = self.mlp_bias
-        if family.windows != "none":
-            raw["sliding_window"] = next((window for window in self.windows if window is not None), None)
-        if family.windows == "listed":
-            raw["use_sliding_window"] = raw["sliding_window"] is not None
-            raw["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
-        if not self.wiring.is_standard:
-            raw = locked({**raw, "wiring": str(self.wiring)})
-            if self.ranks > 1:
-                raw["wiring_ranks"] = self.ranks
-        if ModelConfig.from_hf(raw) != self:  # say, a sliding window in a family that has none
-            raise LadderError(f"no {self.family} config.json can say what this configuration says")
-        return raw
+        from ladder.config.hf import to_hf
 
-
-def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if window is None or family.windows == "none":
-        return ()
-    if family.windows == "all":
-        return (int(window),) * layers
-    if not raw.get("use_sliding_window", False):
-        return ()
-    if types := raw.get("layer_types"):
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
-    first = int(raw["max_window_layers"])
-    return tuple(int(window) if layer >= first else None for layer in range(layers))
-
-
-_QWEN = {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-_MISTRAL = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", defaults={"max_position_embeddings": 2048}),
-    "mistral": Family("MistralForCausalLM", False, False, False, windows="all", defaults=_MISTRAL),
-    "qwen2": Family("Qwen2ForCausalLM", True, False, False, windows="listed", defaults=_QWEN),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, windows="listed", defaults={**_QWEN, "head_dim": 128}
-    ),
-}
+        return to_hf(self)

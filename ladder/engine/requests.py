@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ladder.checkpoint import Directory
-from ladder.comm.base import Seat
+from ladder.comm.base import RankOnly
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
 from ladder.devices import device
@@ -91,7 +91,7 @@ class Opened:
             raise LadderError(
                 f"{options.model} was trained for {config.ranks} ranks, not {options.tp}: give --tp {config.ranks}"
             )
-        ranks = (Decoder(config, Seat(rank, options.tp), device="meta") for rank in range(options.tp))
+        ranks = (Decoder(config, RankOnly(rank, options.tp), device="meta") for rank in range(options.tp))
         shards = [shard for rank in ranks for shard in rank.shards()]
         self.directory.check(shards)
         self.weight_bytes = sum(s.target.numel() * s.target.element_size() for s in shards)  # of all ranks together

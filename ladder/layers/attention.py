@@ -1,7 +1,6 @@
-"""Grouped-query attention over this rank's heads, with a cache of the keys and values seen so far."""
+"""Grouped-query attention over this rank's heads."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,126 +8,124 @@ from torch.nn import functional as F
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
-from ladder.layers.linear import QKVLinear, RowLinear
-from ladder.layers.norm import RMSNorm
-from ladder.layers.rope import angles, rotate
-
-
-class KVCache:
-    """Keys and values of the requests under way, a slot for each: [slots, capacity, kv_heads of this rank, head_dim].
-
-    `lengths` says how much of each slot is valid. Beyond that may lie any finite numbers: a token sees only positions
-    up to its own, and those have been written by the time it looks.
-    """
-
-    def __init__(
-        self, config: ModelConfig, size: int, slots: int, capacity: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        shape = (slots, capacity, max(1, config.kv_heads // size), config.head_dim)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.lengths = [0] * slots
-        self.capacity = capacity
-
-    def advance(self, counts: Sequence[int], slots: Sequence[int] | None = None) -> None:
-        """`counts[i]` more tokens of slot `slots[i]` are valid; without `slots`: of slot i."""
-        for slot, count in zip(range(len(self.lengths)) if slots is None else slots, counts, strict=True):
-            self.lengths[slot] += count
-
-    def clear(self, slot: int) -> None:
-        """Make a slot fit for another request: what it held may not have been finite."""
-        self.lengths[slot] = 0
-        for table in (*self.keys, *self.values):
-            table[slot].zero_()
-
-    def grow(self, capacity: int) -> None:
-        """Make room for longer requests; what the slots hold stays."""
-        more = (0, 0, 0, 0, 0, capacity - self.capacity)
-        for tables in (self.keys, self.values):
-            for layer, table in enumerate(tables):  # one layer at a time: the old and the new cache never both exist
-                tables[layer] = F.pad(table, more)
-        self.capacity = capacity
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the tokens of one forward pass stand: made once, used by all layers."""
-
-    positions: Tensor  # [batch, tokens]
-    lines: Tensor  # [batch, 1], the slots that are written
-    read: slice | Tensor  # the same slots as they are read: a slice where they are neighbours, which copies nothing
-    seen: int  # how many positions of the cache the furthest token can see
-    cos: Tensor  # [batch, tokens, 1, head_dim], like sin
-    sin: Tensor
-    masks: dict[int | None, Tensor | None]  # by sliding window: [batch, 1, tokens, seen], true where a token may look
-    # None where all lines begin at position 0 and no sliding window bites: causal attention needs no mask in memory
-
-    @classmethod
-    def of(
-        cls,
-        shape: torch.Size,
-        cache: KVCache | None,
-        slots: Sequence[int] | None,
-        config: ModelConfig,
-        frequencies: Tensor,
-        dtype: torch.dtype,
-    ) -> "Place":
-        """For `shape` = [batch, tokens] tokens that follow what the slots of the cache hold."""
-        batch, tokens = shape
-        device = frequencies.device
-        slots = range(batch) if slots is None else slots
-        starts = [0] * batch if cache is None else [cache.lengths[slot] for slot in slots]
-        seen = max(starts) + tokens
-        if cache is not None and seen > cache.capacity:
-            raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
-        positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(tokens, device=device)
-        masks: dict[int | None, Tensor | None] = {}
-        for window in set(config.windows):
-            if seen == tokens and (window is None or window >= seen):
-                masks[window] = None
-            else:
-                alike = positions[:1] if len(set(starts)) == 1 else positions  # one mask for all where all begin alike
-                distance = alike.int().unsqueeze(-1) - torch.arange(seen, device=device, dtype=torch.int32)
-                masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
-        lines = torch.tensor(list(slots), device=device).unsqueeze(1)
-        neighbours = list(slots) == list(range(slots[0], slots[0] + batch))
-        read = slice(slots[0], slots[0] + batch) if neighbours else lines[:, 0]
-        return cls(positions, lines, read, seen, *angles(frequencies, positions, dtype), masks)
+from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
+from ladder.layers.norm import Norm
+from ladder.layers.ops import Ops
+from ladder.layers.shard import part
+from ladder.layers.weight import Piece, new_weight
+from ladder.residual import ResidualStream
+from ladder.wiring import SubBlock
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over this rank's heads, then its term of the output projection."""
+    """The sub-block softmax( q k^T scale ) v over this rank's heads, then its term of the output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, comm: Comm, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, rope: int, comm: Comm, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer = layer
-        self.window = config.windows[layer]
-        self.head_dim = config.head_dim
-        self.qkv_proj = QKVLinear(config, comm, dtype)
-        width = config.heads * config.head_dim
-        self.o_proj = RowLinear("o_proj", width, config.hidden, config.o_bias, comm, dtype)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
-            self.q_norm = RMSNorm("q_norm", config.head_dim, config.norm_eps, dtype)
-            self.k_norm = RMSNorm("k_norm", config.head_dim, config.norm_eps, dtype)
+        names, prefix = config.names, f"{config.names.layers}.{layer}."
+        self.layer, self.rope, self.window = layer, rope, config.windows[layer]
+        self.head_dim, self.scale, self.cap = config.head_dim, config.scale, config.attention_softcap
+        self.heads = config.heads // comm.size
+        self.copies = max(
+            1, comm.size // config.kv_heads
+        )  # with fewer key/value heads than ranks, neighbours share one
+        self.kv_heads = config.kv_heads * self.copies // comm.size
+        self.residual_scale = config.residual_scale
+        inputs, width = config.heads * config.head_dim, (self.heads + 2 * self.kv_heads) * config.head_dim
+        pieces = qkv_pieces(config, layer, comm)
+        self.qkv_proj = new_weight(config.weights, width, config.hidden, config.qkv_bias, dtype, pieces)
+        mine, bias = part(inputs, comm.size, comm.rank), config.o_bias and comm.rank == 0  # the bias is added once
+        o = Piece(prefix + names.o, (config.hidden, inputs), slice(0, config.hidden), mine, 0, names.transposed)
+        self.o_proj = new_weight(config.weights, config.hidden, self.heads * config.head_dim, bias, dtype, [o])
+        self.norm = _norm(prefix, names.attention_norm, config, dtype)
+        self.post_norm = _norm(prefix, names.attention_post_norm, config, dtype)
+        self.qk_norm = config.habits.qk_norm
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if self.qk_norm == "head":
+            self.q_norm = Norm(prefix + names.q_norm, config.head_dim, config, dtype)
+            self.k_norm = Norm(prefix + names.k_norm, config.head_dim, config, dtype)
+        elif self.qk_norm == "all":
+            kv = part(config.kv_heads * config.head_dim, comm.size // self.copies, comm.rank // self.copies)
+            self.q_norm = Norm(prefix + names.q_norm, inputs, config, dtype, mine)
+            self.k_norm = Norm(prefix + names.k_norm, config.kv_heads * config.head_dim, config, dtype, kv)
 
-    def forward(self, x: Tensor, place: Place, cache: KVCache | None) -> Tensor:
-        """[batch, tokens, hidden] -> the partial sum, same shape."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
-        q = rotate(self.q_norm(q), place.cos, place.sin)
-        k = rotate(self.k_norm(k), place.cos, place.sin)
-        if cache is not None:
-            keys, values = cache.keys[self.layer], cache.values[self.layer]
-            keys[place.lines, place.positions] = k
-            values[place.lines, place.positions] = v
-            k, v = keys[place.read, : place.seen], values[place.read, : place.seen]
-        partial: Tensor = self.o_proj(self.look(q, k, v, place))
-        return partial
+    def forward(
+        self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
+    ) -> None:
+        qkv = ops.norm_project(stream, wiring.lag, self.norm, self.qkv_proj, "qkv")
+        y = ops.attend(stream, self, qkv, metadata, cache)
+        ops.project(stream, wiring.out, y, self.o_proj, self.residual_scale, self.post_norm)
 
-    def look(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Tensor:
-        """softmax(q k^T / sqrt(d)) v for q, k, v [batch, tokens or positions, heads, head_dim] -> [.., heads * d]."""
-        mask = place.masks[self.window]
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[rows, (heads + 2 kv_heads) * d] -> queries, keys and values by head."""
+        widths = [self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(widths, dim=-1))
+        return q, k, v
+
+    def normed(self, stream: ResidualStream, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [rows, heads, d] through their norms, where there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.qk_norm == "head":
+            return self.q_norm(q), self.k_norm(k)
+        # one norm for all heads: the ranks' sums of squares must be added up, copies of a head counted once
+        flat = [x.flatten(1).to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k)]
+        squares = torch.stack([x.square().sum(-1) for x in flat], dim=-1)
+        squares = stream.total(squares * squares.new_tensor([1.0, 1 / self.copies]))
+        q_mean, k_mean = squares[:, :1] / self.q_norm.width, squares[:, 1:] / self.k_norm.width
+        q, k = self.q_norm(q.flatten(1), q_mean).view_as(q), self.k_norm(k.flatten(1), k_mean).view_as(k)
+        return q, k
+
+    def look(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
+        """softmax( q k^T scale ) v for q, k, v [batch, tokens or positions, heads, d] -> [rows, heads * d]."""
+        mask = metadata.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return y.transpose(1, 2).flatten(-2)
+        if self.cap is None:
+            causal = mask is None
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=True
+            )
+        else:
+            k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
+            scores = self.cap * torch.tanh((q @ k.transpose(2, 3)).float() * (self.scale / self.cap))
+            if mask is None:
+                mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+            y = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
+        return y.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _norm(prefix: str, name: str | None, config: ModelConfig, dtype: torch.dtype) -> Norm | None:
+    return None if name is None else Norm(prefix + name, config.hidden, config, dtype)
+
+
+def qkv_pieces(config: ModelConfig, layer: int, comm: Comm) -> Iterator[Piece]:
+    """This rank's queries, keys and values, wherever the checkpoint keeps them.
+
+    Where only the first dimensions of a head are rotated, the two of a pair are brought half a head apart, as in a head
+    that is rotated as a whole. Scores do not change: queries and keys are permuted alike.
+    """
+    names, d, group = config.names, config.head_dim, config.heads // config.kv_heads
+    copies = max(1, comm.size // config.kv_heads)
+    kv = part(config.kv_heads, comm.size // copies, comm.rank // copies)
+    rope = config.rope_of(layer)
+    rotated = d if rope is None else rope.dimensions(d)
+    pairs, rest = rotated // 2, (d - rotated) // 2
+    turned = ((0, pairs), (rotated, rotated + rest), (pairs, rotated), (rotated + rest, d))
+    at = 0
+    for kind, heads in enumerate((part(config.heads, comm.size, comm.rank), kv, kv)):
+        for head in range(heads.start, heads.stop):
+            name, total, place = names.qkv[0], config.heads + 2 * config.kv_heads, head
+            if len(names.qkv) == 3:
+                name, total = names.qkv[kind], config.kv_heads if kind else config.heads
+            elif names.grouped:
+                place = (
+                    head // group * (group + 2) + head % group if kind == 0 else head * (group + 2) + group + kind - 1
+                )
+            elif kind:
+                place = config.heads + (kind - 1) * config.kv_heads + head
+            for start, stop in turned if kind < 2 and rotated < d else ((0, d),):
+                rows = slice(place * d + start, place * d + stop)
+                shape, columns = (total * d, config.hidden), slice(0, config.hidden)
+                yield Piece(f"{names.layers}.{layer}.{name}", shape, rows, columns, at, names.transposed)
+                at += stop - start

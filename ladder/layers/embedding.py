@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ladder.comm.base import Comm
+from ladder.config import ModelConfig
 from ladder.layers.shard import Shard
 
 
@@ -14,44 +15,70 @@ class VocabularyRows(nn.Module):
     """Rows [start, start + step) of a [vocab, hidden] table; what the last rank has beyond the table is zero."""
 
     def __init__(
-        self,
-        name: str,
-        vocab: int,
-        hidden: int,
-        comm: Comm,
-        dtype: torch.dtype,
-        weight: nn.Parameter | None = None,  # another table's, to share it
+        self, name: str, config: ModelConfig, comm: Comm, dtype: torch.dtype, weight: nn.Parameter | None = None
     ) -> None:
+        """`weight`: another table's, to share it."""
         super().__init__()
-        self.name = name
-        self.vocab = vocab
-        self.step = -(-vocab // comm.size)
-        self.start = min(comm.rank * self.step, vocab)
+        self.name, self.vocab = name, config.vocab
+        self.step = -(-config.vocab // comm.size)
+        self.start = min(comm.rank * self.step, config.vocab)
         if weight is None:
-            weight = nn.Parameter(torch.zeros(self.step, hidden, dtype=dtype), requires_grad=False)
+            weight = nn.Parameter(torch.zeros(self.step, config.hidden, dtype=dtype), requires_grad=False)
         self.weight = weight
 
-    def shards(self, parent: str) -> Iterator[Shard]:
-        stop = min(self.start + self.step, self.vocab)
-        hidden = self.weight.shape[1]
-        target = self.weight.data[: stop - self.start]
-        index = (slice(self.start, stop), slice(0, hidden))
-        yield Shard(f"{parent}{self.name}.weight", (self.vocab, hidden), index, target)
+    @property
+    def count(self) -> int:
+        """How many of this rank's rows are in the vocabulary."""
+        return max(0, min(self.step, self.vocab - self.start))
+
+    def shards(self) -> Iterator[Shard]:
+        index = (slice(self.start, self.start + self.count), slice(0, self.weight.shape[1]))
+        shape = (self.vocab, self.weight.shape[1])
+        yield Shard(f"{self.name}.weight", shape, index, self.weight.data[: self.count])
 
 
 class Embedding(VocabularyRows):
-    """This rank's term of the embedding: the rows it has, zero for the tokens of other ranks."""
+    """This rank's term of the embedding: the rows it has, zero for the tokens of other ranks. The first rank adds the
+    learned embedding of the positions, where the family has one.
+    """
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[...] ids -> [..., hidden] partial sum."""
+    def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype) -> None:
+        super().__init__(config.names.embed, config, comm, dtype)
+        # rounded as the family's own code does
+        self.scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
+        self.positions_name = config.names.positions
+        self.positions: nn.Parameter | None = None
+        if self.positions_name is not None and comm.rank == 0:
+            self.positions = nn.Parameter(torch.empty(config.context, config.hidden, dtype=dtype), requires_grad=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[rows] ids and their positions -> [rows, hidden] partial sum."""
         local = tokens - self.start
         mine = (local >= 0) & (local < self.step)
-        return F.embedding(local.where(mine, 0), self.weight).where(mine.unsqueeze(-1), 0)
+        x = F.embedding(local.where(mine, 0), self.weight).where(mine.unsqueeze(-1), 0)
+        x = x if self.scale == 1 else x * self.scale
+        # what fills up a batch may stand beyond the context
+        return x if self.positions is None else x + self.positions[positions.clamp(max=len(self.positions) - 1)]
+
+    def shards(self) -> Iterator[Shard]:
+        yield from super().shards()
+        if self.positions is not None:
+            shape = tuple(self.positions.shape)
+            yield Shard(f"{self.positions_name}.weight", shape, tuple(map(slice, shape)), self.positions.data)
 
 
 class Head(VocabularyRows):
-    """This rank's block of the logits."""
+    """This rank's block of the logits: cap * tanh( x W^T / divisor / cap ), or without a cap x W^T / divisor."""
+
+    def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype, weight: nn.Parameter | None) -> None:
+        super().__init__(config.names.head, config, comm, dtype, weight)
+        self.divisor, self.cap = config.logit_divisor, config.logit_softcap
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., step]; joined over the ranks and cut to the vocabulary, these are the logits."""
-        return F.linear(x, self.weight)
+        return self.finish(F.linear(x, self.weight))
+
+    def finish(self, product: Tensor) -> Tensor:
+        """The logits from x W^T."""
+        product = product if self.divisor == 1 else product / self.divisor
+        return product if self.cap is None else self.cap * torch.tanh(product / self.cap)

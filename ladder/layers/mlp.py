@@ -1,23 +1,51 @@
-"""The gated MLP."""
+"""The MLP."""
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
-from ladder.layers.linear import GateUpLinear, RowLinear
+from ladder.layers.cache import KVCache, Metadata
+from ladder.layers.norm import Norm
+from ladder.layers.ops import Ops
+from ladder.layers.shard import part
+from ladder.layers.weight import Piece, new_weight
+from ladder.residual import ResidualStream
+from ladder.wiring import SubBlock
 
 
 class MLP(nn.Module):
-    """This rank's term of down( silu(gate(x)) * up(x) )."""
+    """The sub-block down( activation(gate(x)) * up(x) ), or down( activation(up(x)) ): this rank's term of it."""
 
-    def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, comm: Comm, dtype: torch.dtype, norm: Norm | None = None
+    ) -> None:
+        """`norm`: the attention's, to share it."""
         super().__init__()
-        self.gate_up_proj = GateUpLinear(config, comm, dtype)
-        self.down_proj = RowLinear("down_proj", config.ffn, config.hidden, config.mlp_bias, comm, dtype)
+        names, prefix = config.names, f"{config.names.layers}.{layer}."
+        self.activation, self.gated, self.residual_scale = config.activation, config.habits.gated, config.residual_scale
+        mine = part(config.ffn, comm.size, comm.rank)
+        width, parts = mine.stop - mine.start, 1 + self.gated
+        everything = slice(0, config.hidden)
+        pieces = []
+        for number in range(parts):
+            inside = number if len(names.up) < parts else 0  # gate and up in one matrix
+            rows = slice(inside * config.ffn + mine.start, inside * config.ffn + mine.stop)
+            shape = (config.ffn * parts // len(names.up), config.hidden)
+            name = prefix + names.up[0 if inside else number]
+            pieces.append(Piece(name, shape, rows, everything, number * width, names.transposed))
+        self.up_proj = new_weight(config.weights, parts * width, config.hidden, config.mlp_bias, dtype, pieces)
+        down = Piece(prefix + names.down, (config.hidden, config.ffn), everything, mine, 0, names.transposed)
+        bias = config.mlp_bias and comm.rank == 0  # it is added once
+        self.down_proj = new_weight(config.weights, config.hidden, width, bias, dtype, [down])
+        if norm is None and names.mlp_norm is not None:
+            norm = Norm(prefix + names.mlp_norm, config.hidden, config, dtype)
+        self.norm = norm
+        post = names.mlp_post_norm
+        self.post_norm = None if post is None else Norm(prefix + post, config.hidden, config, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x)
-        partial: Tensor = self.down_proj(F.silu(gate) * up)
-        return partial
+    def forward(
+        self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
+    ) -> None:
+        y = ops.norm_project(stream, wiring.lag, self.norm, self.up_proj, "up", self.activation, self.gated)
+        ops.project(stream, wiring.out, y, self.down_proj, self.residual_scale, self.post_norm)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """`target` <- `whole[index]`, where `whole` is the tensor `name` of a checkpoint."""
+    """`target` <- `whole[index]`, where `whole` is the tensor `name` of a checkpoint. Several may share a name."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -19,11 +19,9 @@ class Shard:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A layer with parameters: the class that fuses or splits a weight also says how."""
+    """A module with parameters: the class that fuses or splits a weight also says how."""
 
-    def shards(self, parent: str) -> Iterator[Shard]:
-        """Its shards, named below `parent` (`model.layers.0.self_attn.` and the like)."""
-        ...
+    def shards(self) -> Iterator[Shard]: ...
 
 
 def part(total: int, size: int, rank: int) -> slice:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ladder.config.model import FAMILIES as NATIVE
+from ladder.config.families import FAMILIES as NATIVE
 from ladder.data.shards import Shards, Spread, Windows
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from ladder.config.model import FAMILIES as NATIVE
+from ladder.config.families import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ladder.comm.base import Seat
+from ladder.comm.base import RankOnly
 from ladder.comm.differentiable import summed
 from ladder.layers.shard import Shard
 from ladder.model import Decoder
@@ -59,7 +59,7 @@ def _shared(model: Decoder) -> set[str]:
     size, one = model.comm.size, model.config.first(1)
     holders: Counter[tuple[str, Index]] = Counter()
     for rank in range(size):
-        for shard in Decoder(one, Seat(rank, size), device="meta").shards():
+        for shard in Decoder(one, RankOnly(rank, size), device="meta").shards():
             place = tuple((part.start, part.stop) for part in shard.index)
             if shard.target.numel():
                 holders[shard.name, place] += 1

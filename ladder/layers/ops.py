@@ -1,0 +1,127 @@
+"""The vocabulary in which a layer is written, and its plain torch backend.
+
+Activations are rows: [tokens of the pass, width]. The other backends are kernels/decode.py and kernels/prefill.py.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ladder.layers.activation import activate
+from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
+from ladder.layers.norm import Norm
+from ladder.layers.rope import rotate
+from ladder.layers.weight import Weight
+from ladder.residual import ResidualStream
+from ladder.wiring import Out
+
+if TYPE_CHECKING:
+    from ladder.layers.attention import Attention
+    from ladder.layers.embedding import Embedding, Head
+    from ladder.layers.experts import ExpertMLP
+
+
+class Ops(Protocol):
+    """What a decoder asks of a backend."""
+
+    def embed(self, embedding: "Embedding", tokens: Tensor, metadata: Metadata) -> Tensor:
+        """This rank's term of the embedding."""
+        ...
+
+    def norm(self, stream: ResidualStream, lag: int, norm: Norm | None) -> Tensor:
+        """norm(stream), the stream read with this lag."""
+        ...
+
+    def norm_project(
+        self,
+        stream: ResidualStream,
+        lag: int,
+        norm: Norm | None,
+        weight: Weight,
+        kind: str,
+        activation: str | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """activation( norm(stream) W^T + b ). `kind`: qkv or up. What comes out of a `qkv` is for `attend` alone."""
+        ...
+
+    def attend(
+        self, stream: ResidualStream, block: "Attention", qkv: Tensor, metadata: Metadata, cache: KVCache | None
+    ) -> Tensor:
+        """Norms and rotation of queries and keys, the cache written, attention over it: [rows, heads * d]."""
+        ...
+
+    def experts(self, block: "ExpertMLP", x: Tensor) -> Tensor:
+        """The experts' partial sum for rows that have been through the norm."""
+        ...
+
+    def project(
+        self, stream: ResidualStream, out: Out, x: Tensor, weight: Weight, scale: float, post: Norm | None
+    ) -> None:
+        """Write scale * (x W^T + b) to the stream, through the norm `post` where there is one."""
+        ...
+
+    def write(self, stream: ResidualStream, out: Out, x: Tensor, scale: float, post: Norm | None) -> None:
+        """Write scale * x to the stream, through the norm `post` where there is one."""
+        ...
+
+    def head(self, stream: ResidualStream, norm: Norm, head: "Head", last: Tensor | None) -> Tensor:
+        """This rank's block of the logits: of the rows `last`, or of all."""
+        ...
+
+
+class Plain:
+    """Plain torch, anywhere; differentiable. The reference implementation."""
+
+    def embed(self, embedding: "Embedding", tokens: Tensor, metadata: Metadata) -> Tensor:
+        x: Tensor = embedding(tokens, metadata.positions)
+        return x
+
+    def norm(self, stream: ResidualStream, lag: int, norm: Norm | None) -> Tensor:
+        x = stream.read(lag)
+        return x if norm is None else norm(x)
+
+    def norm_project(
+        self,
+        stream: ResidualStream,
+        lag: int,
+        norm: Norm | None,
+        weight: Weight,
+        kind: str,
+        activation: str | None = None,
+        gated: bool = False,
+    ) -> Tensor:
+        y = weight.multiply(self.norm(stream, lag, norm))
+        return y if activation is None else activate(y, activation, gated)
+
+    def attend(
+        self, stream: ResidualStream, block: "Attention", qkv: Tensor, metadata: Metadata, cache: KVCache | None
+    ) -> Tensor:
+        assert isinstance(metadata, PrefillMetadata)
+        q, k, v = block.split(qkv)
+        q, k = block.normed(stream, q, k)
+        cos, sin = metadata.cos[block.rope], metadata.sin[block.rope]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            cache.keys[block.layer][metadata.slots, metadata.positions] = k
+            cache.values[block.layer][metadata.slots, metadata.positions] = v
+        q, k, v = (x.unflatten(0, metadata.shape) for x in (q, k, v))
+        if cache is not None:
+            k, v = (x[block.layer][metadata.read, : metadata.seen] for x in (cache.keys, cache.values))
+        return block.look(q, k, v, metadata)
+
+    def experts(self, block: "ExpertMLP", x: Tensor) -> Tensor:
+        return block.apply_experts(x, *block.choose(x))
+
+    def project(
+        self, stream: ResidualStream, out: Out, x: Tensor, weight: Weight, scale: float, post: Norm | None
+    ) -> None:
+        self.write(stream, out, weight.multiply(x), scale, post)
+
+    def write(self, stream: ResidualStream, out: Out, x: Tensor, scale: float, post: Norm | None) -> None:
+        stream.write(x if scale == 1 else x * scale, out, post)
+
+    def head(self, stream: ResidualStream, norm: Norm, head: "Head", last: Tensor | None) -> Tensor:
+        x = stream.read(lag=0)
+        logits: Tensor = head(norm(x if last is None else x[last]))
+        return logits

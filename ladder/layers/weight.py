@@ -1,0 +1,121 @@
+"""How a matrix is stored, how a rank takes its slice of it, and how it multiplies.
+
+Code outside this file touches the stored tensor only through `dense`, which is for kernels that read it as it is. A
+storage format is a class that keeps the protocol `Weight`, and a row in FORMATS.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ladder.errors import LadderError
+from ladder.layers.shard import Shard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where some rows of a rank's matrix come from: `rows` x `columns` of the checkpoint's matrix `name`."""
+
+    name: str  # without its suffix: ...q_proj
+    shape: tuple[int, int]  # of the checkpoint's matrix, [outputs, inputs]
+    rows: slice
+    columns: slice
+    at: int  # the first of the rank's rows that they become
+    transposed: bool = False  # the checkpoint has it as [inputs, outputs]
+
+
+class Weight(Protocol):
+    """One rank's share of a matrix [outputs, inputs] and of its bias; or of `groups` matrices, one after the other."""
+
+    outputs: int  # of all groups together
+    inputs: int
+
+    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
+        """x W^T + b, [..., inputs] -> [..., outputs]; or of one group."""
+        ...
+
+    def shards(self) -> Iterator[Shard]: ...
+
+    @property
+    def dense(self) -> Tensor | None:
+        """The matrix itself, [outputs, inputs], for kernels that read it so; None: `multiply` is the only way."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def nbytes(self) -> int:
+        """What is read to multiply by it."""
+        ...
+
+
+class Dense(nn.Module):
+    """A matrix as it is, in the model's dtype."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
+    ) -> None:
+        super().__init__()
+        self.outputs, self.inputs, self.groups = outputs, inputs, groups
+        self.pieces = tuple(pieces)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
+
+    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
+        if group is None:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.unflatten(0, (self.groups, -1))[group])
+
+    def shards(self) -> Iterator[Shard]:
+        for piece in self.pieces:
+            here = slice(piece.at, piece.at + piece.rows.stop - piece.rows.start)
+            shape, index, target = piece.shape, (piece.rows, piece.columns), self.weight.data[here]
+            if piece.transposed:
+                shape, index, target = shape[::-1], index[::-1], target.t()
+            yield Shard(f"{piece.name}.weight", shape, index, target)
+            if self.bias is not None:
+                yield Shard(f"{piece.name}.bias", piece.shape[:1], (piece.rows,), self.bias.data[here])
+
+    @property
+    def dense(self) -> Tensor:
+        return self.weight
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+
+FORMATS: dict[str, type[Dense]] = {"dense": Dense}
+
+
+def new_weight(
+    form: str, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
+) -> Dense:
+    """A matrix in the storage format `form`, not yet filled."""
+    if form not in FORMATS:
+        raise LadderError(f"quantized weights ({form}) are not supported: save the model in bfloat16 or float32 first")
+    return FORMATS[form](outputs, inputs, bias, dtype, _joined(pieces), groups)
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbours in the checkpoint that stay neighbours become one piece."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and replace(last, rows=piece.rows, at=piece.at) == piece
+            and last.rows.stop == piece.rows.start
+            and last.at + last.rows.stop - last.rows.start == piece.at
+        ):
+            found[-1] = replace(last, rows=slice(last.rows.start, piece.rows.stop))
+        else:
+            found.append(piece)
+    return found
