@@ -195,7 +195,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
     }
     raw |= {keys[ours]: getattr(config, ours) for ours in KEYS if ours not in ("kv_heads", "head_dim")}
-    raw |= {keys[ours]: _plain(getattr(config, ours)) for ours in SCALES if ours in keys}
+    raw |= {keys[ours]: getattr(config, ours) for ours in SCALES if ours in keys}
+    if config.query_scalar is not None and config.query_scalar.is_integer():
+        raw[keys["query_scalar"]] = int(config.query_scalar)  # nothing else is taken
+    if "rotary_pct" in family.defaults:
+        raw["rope_parameters"]["partial_rotary_factor"] = config.rope.share
     if family.gated:
         raw |= {"head_dim": config.head_dim, "num_key_value_heads": config.kv_heads}
     if config.local_rope is not None:
@@ -236,11 +240,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if from_hf(raw) != config:  # say, a sliding window in a family that has none
         raise LadderError(f"no {config.family} config.json can say what this configuration says")
     return raw
-
-
-def _plain(number: float | None) -> float | int | None:
-    """Whole numbers as such: some keys take nothing else."""
-    return int(number) if number is not None and number.is_integer() else number
 
 
 def _falcon_keys(config: ModelConfig) -> dict[str, Any]:
