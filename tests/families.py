@@ -81,6 +81,8 @@ def make(family: str, directory: Path | None = None, **changes: object) -> PreTr
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # transformers' default leaves the cap out
     model = model.eval()
     if directory is not None:
         model.save_pretrained(directory)
