@@ -10,9 +10,9 @@ from torch import Tensor
 from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
-from ladder.engine.fused import Fused
+from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
-from ladder.kernels.ops import Kernels, Ops, Twins
+from ladder.kernels.launch import Kernels, Launch, References
 from ladder.kernels.table import Table
 from tests import oracle
 from tests.test_parity import FAMILIES, HYBRIDS, WIRINGS, assert_close
@@ -29,29 +29,29 @@ class InTurns:
         self._kernels = Kernels(Table("any"), pdl=False)
 
     def __getattr__(self, name: str) -> Any:
-        def op(*arguments: Any) -> Any:
+        def op(*arguments: Any, **named: Any) -> Any:
             with TURNS:
-                return getattr(self._kernels, name)(*arguments)
+                return getattr(self._kernels, name)(*arguments, **named)
 
         return op
 
 
-def fused_logits(
-    config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, ops: Ops, comm: Comm | None
+def forward_logits(
+    config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, launch: Launch, comm: Comm | None
 ) -> Tensor:
     """[batch, steps + 1, vocab]: of the prompt's last token, and of those that follow, each request in another slot."""
     model = decoder(config, weights, comm)
     batch = len(tokens)
     slots = list(range(batch - 1, -1, -1))
-    fused = Fused(model, model.new_cache(batch, 16), ops)
+    forward = Forward(model, model.new_cache(batch, 16), launch)
     last = torch.full((batch,), PROMPT - 1)
-    found = [fused.prompts(tokens[:, :PROMPT], last, slots)]
+    found = [forward.prefill(tokens[:, :PROMPT], last, slots)]
     first = torch.tensor(slots).repeat_interleave(PROMPT)
-    again = fused.prompts_at(tokens[:, :PROMPT], last, first, fused.beginnings(tokens[:, :PROMPT].shape))
+    again = forward.prefill_at(tokens[:, :PROMPT], last, first, forward.beginnings(tokens[:, :PROMPT].shape))
     assert torch.equal(again, found[0])
-    fused.cache.advance([PROMPT] * batch, slots)
+    forward.cache.advance([PROMPT] * batch, slots)
     for position in range(PROMPT, tokens.shape[1]):
-        logits, best = fused.step(tokens[:, position], torch.tensor(slots), torch.full((batch,), position))
+        logits, best = forward.decode(tokens[:, position], torch.tensor(slots), torch.full((batch,), position))
         found.append(logits)
         values, ids = best[:, 0::2], best[:, 1::2].long()
         whole = model.comm.all_gather(logits)[:, : config.vocab]
@@ -60,28 +60,28 @@ def fused_logits(
     return model.comm.all_gather(torch.stack(found, 1))[..., : config.vocab]
 
 
-def check(config: ModelConfig, size: int, ops: Any, batch: int, steps: int = 2) -> None:
+def check(config: ModelConfig, size: int, launch: Any, batch: int, steps: int = 2) -> None:
     weights = draw(config)
     tokens = torch.randint(config.vocab, (batch, PROMPT + steps), generator=torch.Generator().manual_seed(3))
     expected = oracle.logits(config, weights, tokens, config.wiring.layers, size)[:, PROMPT - 1 :]
     with World(size) as world:
-        for found in world.run(lambda comm: fused_logits(config, weights, tokens, ops(), comm)):
+        for found in world.run(lambda comm: forward_logits(config, weights, tokens, launch(), comm)):
             assert_close(found, expected)
 
 
 @pytest.mark.parametrize("size, batch", ((1, 1), (2, 3), (4, 1)))
 @pytest.mark.parametrize("wiring", (*WIRINGS, *(" ".join(f"{row}:1" for row in hybrid) for hybrid in HYBRIDS)))
 def test_wirings(wiring: str, size: int, batch: int) -> None:
-    check(tiny(4).rewired(wiring), size, Twins, batch)
+    check(tiny(4).rewired(wiring), size, References, batch)
 
 
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, batch: int) -> None:
-    check(tiny(4, **FAMILIES[family]).rewired("ladder"), 2, Twins, batch)
+    check(tiny(4, **FAMILIES[family]).rewired("ladder"), 2, References, batch)
 
 
-# The interpreter takes seconds for a model; what is left to see is that each kernel gets what its twin gets.
+# The interpreter takes seconds for a model; what is left to see is that each kernel gets what its reference gets.
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 @pytest.mark.parametrize("wiring, batch, steps", (
     ("ladder-1-2", 1, 2), ("parallel", 2, 1), ("desync-2x", 1, 1), ("none", 2, 1)

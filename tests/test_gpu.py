@@ -14,9 +14,9 @@ from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
-from ladder.engine.fused import Fused
+from ladder.engine.forward import Forward
 from ladder.engine.graphs import Graphs
-from ladder.kernels.ops import Kernels
+from ladder.kernels.launch import Kernels
 from ladder.model import Decoder
 from tests.checkpoints import tiny
 
@@ -69,13 +69,13 @@ def test_flags_change_no_number(wiring: str, batch: int) -> None:
     for link in (None, Link(20e-6, 1e12)):
         comm = OneRank(4) if link is None else Signalled([OneRank(4, link)], device, 2 * config.layers + 1)
         model = load(Decoder(config, comm, device), Random(1, 0.05))
-        fused = Fused(model, model.new_cache(batch + 1, 32), Kernels.on(device))
+        forward = Forward(model, model.new_cache(batch + 1, 32), Kernels.on(device))
         lines = torch.tensor([list(range(batch)), list(range(batch)), [0] * batch])
         with torch.inference_mode():
             if link is None:
-                results.append(fused.step(*lines.to(device))[0])
+                results.append(forward.decode(*lines.to(device))[0])
             else:
-                graphs = Graphs(fused, batch)
+                graphs = Graphs(forward, batch)
                 results += [graphs.step(*lines.tolist())[0].clone() for _ in range(3)]
     for found in results[1:]:
         torch.testing.assert_close(found, results[0])
@@ -116,11 +116,11 @@ def test_a_kernel_waits_for_the_flag(wiring: str, batch: int) -> None:
     device = torch.device("cuda", 0)
     comm = Signalled([Late()], device, 2 * config.layers + 1)
     model = load(Decoder(config, comm, device), Random(1, 0.05))
-    fused = Fused(model, model.new_cache(batch + 1, 32), Kernels.on(device))
+    forward = Forward(model, model.new_cache(batch + 1, 32), Kernels.on(device))
     lines = torch.tensor([list(range(batch)), list(range(batch)), [0] * batch])
     with torch.inference_mode():
-        wanted = fused.step(*lines.to(device))[0].clone()
-        graphs = Graphs(fused, batch)
+        wanted = forward.decode(*lines.to(device))[0].clone()
+        graphs = Graphs(forward, batch)
         for _ in range(5):
             found = graphs.step(*lines.tolist())[0]
             assert found.isfinite().all()
@@ -131,8 +131,8 @@ def test_prompts_from_a_graph() -> None:
     config = ModelConfig(256, 4, 8, 2, 512, vocab=500)
     device = torch.device("cuda", 0)
     model = load(Decoder(config, Solo(), device), Random(1, 0.05))
-    fused = Fused(model, model.new_cache(3, 64), Kernels.on(device))
-    graphs = Graphs(fused, spare=2)
+    forward = Forward(model, model.new_cache(3, 64), Kernels.on(device))
+    graphs = Graphs(forward, spare=2)
     with torch.inference_mode():
         for tokens, slot in (([1, 2, 3], 0), (list(range(40)), 1), ([9] * 16, 0)):
             whole = model(torch.tensor([tokens], device=device))[0, -1:]

@@ -1,33 +1,44 @@
-"""Every kernel against its twin in float64: random shapes and inputs, outputs poisoned.
+"""Every kernel against its reference in float64: random shapes and inputs, outputs poisoned.
 
 On a GPU the kernels are compiled and launched as in the product; without one they run in Triton's interpreter.
 """
 
+import copy
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ladder.comm.base import RankOnly, Solo
+from ladder.config import ModelConfig, Rope
 from ladder.jit import PRESENT
-from ladder.kernels.attend import Scratch, attend, attend_twin
-from ladder.kernels.best import best, best_twin
-from ladder.kernels.gemv import beside_sums, gemv, gemv_twin
-from ladder.kernels.many import gate, rotate_write, rotate_write_twin
-from ladder.kernels.norm import add_norm, add_norm_twin
-from ladder.kernels.ops import Kernels, Twins
-from ladder.kernels.place import Steps
-from ladder.kernels.skinny import skinny
-from ladder.kernels.start import start, start_twin
+from ladder.kernels.activation import activate_rows
+from ladder.kernels.argmax import argmax, argmax_reference
+from ladder.kernels.attend import Scratch, attend, attend_reference
+from ladder.kernels.embed import embed, embed_reference
+from ladder.kernels.gemv import beside_all_reduces, gemv, projected
+from ladder.kernels.launch import Kernels, References
+from ladder.kernels.norm import add_norm, add_norm_reference
+from ladder.kernels.rotary import rotate_write, rotate_write_reference
+from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import SHARED, Gemv, Skinny, Split, Table
+from ladder.kernels.table import SHARED, Gemv, SmallGemm, Split, Table
+from ladder.layers.activation import activate
+from ladder.layers.attention import Attention
+from ladder.layers.cache import Metadata
+from ladder.layers.embedding import Embedding
+from ladder.layers.norm import Norm
+from ladder.layers.rope import RopeTable
+from ladder.layers.weight import Dense
 
 pytestmark = pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 
@@ -78,8 +89,10 @@ def exact(value: Any) -> Any:
     if isinstance(value, Source):
         drift = None if value.drift is None else exact(value.drift)
         return Source(exact(value.base), tuple(map(exact, value.sums)), drift=drift)
-    if isinstance(value, Steps):
-        return Steps(value.slots, value.positions, exact(value.cos), exact(value.sin))
+    if isinstance(value, Metadata):
+        return Metadata(value.slots, value.positions, exact(value.cos), exact(value.sin))
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).double()
     return type(value)(map(exact, value)) if isinstance(value, tuple) else value
 
 
@@ -95,44 +108,64 @@ def some_source(draw: Draw, rows: int, width: int) -> Source:
     return Source(draw(rows, width), sums, flags, 3, draw.pick(None, draw(rows, width)))
 
 
+ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+def filled(draw: Draw, module: Any, scale: float = 1.0) -> Any:
+    """A module of one of the layers with random parameters."""
+    for parameter in module.to(DEVICE).parameters():
+        parameter.data = draw(*parameter.shape, scale=scale if parameter.dim() > 1 else 1.0)
+    return module
+
+
+def some_norm(draw: Draw, width: int) -> Norm:
+    """Root-mean-square, with an offset, or centered with a bias."""
+    config = ModelConfig(16, 1, 2, 2, 16, 16, family=draw.pick("llama", "gemma2", "gpt2"))
+    norm: Norm = filled(draw, Norm("norm", width, config, draw.dtype))
+    return norm
+
+
+def some_weight(draw: Draw, outputs: int, width: int) -> Dense:
+    weight: Dense = filled(draw, Dense(outputs, width, draw.pick(False, True), draw.dtype, ()), width**-0.5)
+    return weight
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gemv(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     width, outputs = draw.pick(16, 96, 512, 1000), draw.pick(16, 50, 136)
-    pair = draw.pick(False, True)
-    source = some_source(draw, 1, width)
-    norm = draw.pick(None, (draw(width), 1e-5))
-    weight, bias = draw(outputs * (1 + pair), width, scale=width**-0.5), draw.pick(None, draw(outputs * (1 + pair)))
-    plus, divisor = draw.pick(None, draw(1, outputs)), draw.pick(1, 4)
+    activation = draw.pick(*ACTIVATIONS)
+    pair = activation is not None and draw.pick(False, True)
+    source, norm = some_source(draw, 1, width), draw.pick(None, some_norm(draw, width))
+    weight = some_weight(draw, outputs * (1 + pair), width)
+    plus, divisor, alpha = draw.pick(None, draw(1, outputs)), draw.pick(1, 4), draw.pick(1.0, 0.3)
     config = Gemv(draw.pick(1, 2, 8), draw.pick(4, 8), draw.pick(3, 256), draw.pick(2, 4))
     out = torch.full((1, outputs), float("nan"), dtype=dtype, device=DEVICE)
     with poisoned():
-        agreed = gemv(source, norm, weight, bias, pair, plus, divisor, out, config, PDL, cores=132)
-    expected = torch.empty(1, outputs, dtype=torch.float64, device=DEVICE)
-    arguments = map(exact, (source, norm, weight, bias, pair, plus, divisor))
-    expected_agreed = gemv_twin(*arguments, expected)  # type: ignore[arg-type]
-    assert_close(out, expected, dtype)
+        agreed = gemv(
+            source, norm, weight.weight, weight.bias, activation, pair, plus, divisor, alpha, out, config, PDL, 132
+        )  # fmt: skip
+    x, expected_agreed = add_norm_reference(exact(source), exact(norm))
+    assert_close(out, projected(x, exact(weight), activation, pair, exact(plus), divisor, alpha), dtype)
     assert_close(agreed, expected_agreed, dtype)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_skinny(seed: int, dtype: torch.dtype) -> None:
+def test_small_gemm(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     rows, width, outputs = draw.pick(2, 3, 16, 33, 64), draw.pick(64, 256, 320), draw.pick(16, 50, 136)
     splits = draw.pick(1, 2)
-    pair = splits == 1 and draw.pick(False, True)
-    x, weight = draw(rows, width), draw(outputs * (1 + pair), width, scale=width**-0.5)
-    bias = draw.pick(None, draw(outputs * (1 + pair)))
+    activation = None if splits > 1 else draw.pick(*ACTIVATIONS)
+    pair = activation is not None and draw.pick(False, True)
+    x, weight = draw(rows, width), some_weight(draw, outputs * (1 + pair), width)
     plus = draw(rows, outputs) if splits == 1 and draw.pick(False, True) else None
-    divisor = draw.pick(1, 4)
-    config = Skinny(draw.pick(32, 64), draw.pick(16, 32), splits, draw.pick(2, 3), 4, draw.pick(0, 16, 32))
+    divisor, alpha = draw.pick(1, 4), draw.pick(1.0, 0.3)
+    config = SmallGemm(draw.pick(32, 64), draw.pick(16, 32), splits, draw.pick(2, 3), 4, draw.pick(0, 16, 32))
     out = torch.full(
         (splits, rows, outputs), float("nan"), dtype=dtype if splits == 1 else torch.float32, device=DEVICE
     )
-    skinny(x, weight, bias, pair, plus, divisor, out, config, PDL)
-    expected = torch.empty(rows, outputs, dtype=torch.float64, device=DEVICE)
-    arguments = map(exact, (Source(x), None, weight, bias, pair, plus, divisor))
-    gemv_twin(*arguments, expected)  # type: ignore[arg-type]
+    small_gemm(x, weight.weight, weight.bias, activation, pair, plus, divisor, alpha, out, config, PDL)
+    expected = projected(exact(x), exact(weight), activation, pair, exact(plus), divisor, alpha)
     assert_close(out.double().sum(0), expected, dtype)
 
 
@@ -140,39 +173,46 @@ def test_skinny(seed: int, dtype: torch.dtype) -> None:
 def test_add_norm(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     rows, width = draw.pick(1, 7, 80), draw.pick(16, 96, 1000)
-    source, gain = some_source(draw, rows, width), draw(width)
+    source, norm = some_source(draw, rows, width), draw.pick(None, some_norm(draw, width), some_norm(draw, width))
     with poisoned():
-        found = add_norm(source, gain, 1e-5, PDL)
-    for one, other in zip(found, add_norm_twin(exact(source), exact(gain), 1e-5), strict=True):
+        found = add_norm(source, norm, PDL)
+    for one, other in zip(found, add_norm_reference(exact(source), exact(norm)), strict=True):
         assert_close(one, other, dtype)
 
 
-def some_place(draw: Draw, rows: int, slots: int, capacity: int, d: int, distinct: bool) -> Steps:
+def some_metadata(draw: Draw, rows: int, slots: int, capacity: int, d: int, distinct: bool) -> Metadata:
     picked = (
         torch.randperm(slots, generator=draw._generator)[:rows] if distinct else torch.zeros(rows, dtype=torch.long)
     )
     positions = torch.randint(capacity, (rows,), generator=draw._generator) if distinct else torch.arange(rows)
-    angle = torch.rand(rows, d // 2, generator=draw._generator) * 6
-    return Steps(*(x.to(DEVICE) for x in (picked, positions, angle.cos(), angle.sin())))
+    angle = torch.rand(2, rows, d // 2, generator=draw._generator) * 6
+    return Metadata(*(x.to(DEVICE) for x in (picked, positions, angle.cos(), angle.sin())))
+
+
+def some_attention(draw: Draw, kv_heads: int, group: int, d: int) -> Attention:
+    """With or without norms by head, an offset in them, a window, a cap on scores; the second of two ropes."""
+    family, window, cap = draw.pick("llama", "qwen3", "gemma3_text"), draw.pick(None, 1, 17), draw.pick(None, 2.0)
+    heads, rest = kv_heads * group, {"windows": (window,), "attention_softcap": cap, "head_dim": d}
+    config = ModelConfig(heads * d, 1, heads, kv_heads, 16, 16, family=family, **rest)
+    block: Attention = filled(draw, Attention(config, 0, 1, Solo(), draw.dtype))
+    return block
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_attend(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     batch, kv_heads, group, d = draw.pick(1, 3), draw.pick(1, 2), draw.pick(1, 3, 8), draw.pick(16, 20, 64)
-    capacity, heads = draw.pick(5, 70, 200), kv_heads * group
-    place = some_place(draw, batch, 4, capacity, d, distinct=True)
+    capacity, block = draw.pick(5, 70, 200), some_attention(draw, kv_heads, group, d)
+    metadata = some_metadata(draw, batch, 4, capacity, d, distinct=True)
     keys, values = draw(4, capacity, kv_heads, d), draw(4, capacity, kv_heads, d)
-    qkv = draw(draw.pick(1, 3), batch, (heads + 2 * kv_heads) * d)
-    gains = draw.pick(None, (draw(d), draw(d), 1e-5))
-    window = draw.pick(None, 1, 17)
+    qkv = draw(draw.pick(1, 3), batch, (block.heads + 2 * kv_heads) * d)
     config = Split(draw.pick(1, 2, 4), draw.pick(16, 32), 4)
     expected_keys, expected_values = exact(keys), exact(values)
-    expected = attend_twin(exact(qkv), exact(place), exact(gains), expected_keys, expected_values, heads, window)
-    scratch = Scratch.of(batch, heads, d, config.splits, DEVICE)
+    expected = attend_reference(exact(qkv), exact(block), exact(metadata), expected_keys, expected_values)
+    scratch = Scratch.of(batch, block.heads, d, config.splits, DEVICE)
     for _ in range(2):  # the second finds what the first has left in the scratch
         with poisoned():
-            found = attend(qkv, place, gains, keys, values, heads, window, config, scratch, PDL)
+            found = attend(qkv, block, metadata, keys, values, config, scratch, PDL)
         assert_close(found, expected, dtype)
         assert_close(keys, expected_keys, dtype)
         assert_close(values, expected_values, dtype)
@@ -182,49 +222,57 @@ def test_attend(seed: int, dtype: torch.dtype) -> None:
 def test_rotate_write(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     rows, kv_heads, group, d = draw.pick(1, 9), draw.pick(1, 2), draw.pick(1, 3), draw.pick(16, 20)
-    heads = kv_heads * group
-    place = some_place(draw, rows, 2, 12, d, distinct=False)
+    block, metadata = some_attention(draw, kv_heads, group, d), some_metadata(draw, rows, 2, 12, d, distinct=False)
     keys, values = draw(2, 12, kv_heads, d), draw(2, 12, kv_heads, d)
-    qkv, gains = draw(rows, (heads + 2 * kv_heads) * d), draw.pick(None, (draw(d), draw(d), 1e-5))
+    qkv = draw(rows, (block.heads + 2 * kv_heads) * d)
     expected_keys, expected_values = exact(keys), exact(values)
-    expected = rotate_write_twin(exact(qkv), exact(place), exact(gains), expected_keys, expected_values, heads)
+    expected = rotate_write_reference(exact(qkv), exact(block), exact(metadata), expected_keys, expected_values)
     with poisoned():
-        found = rotate_write(qkv, place, gains, keys, values, heads)
+        found = rotate_write(qkv, block, metadata, keys, values)
     assert_close(found, expected, dtype)
     assert_close(keys, expected_keys, dtype)
     assert_close(values, expected_values, dtype)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gate(seed: int, dtype: torch.dtype) -> None:
+def test_activate(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
-    x = draw(draw.pick(1, 5), 2 * draw.pick(7, 1024, 1500))
+    pair, activation = draw.pick(False, True), draw.pick(*ACTIVATIONS[1:])
+    x = draw(draw.pick(1, 5), (1 + pair) * draw.pick(7, 1024, 1500))
     with poisoned():
-        found = gate(x)
-    assert_close(found, Twins().gate(exact(x)), dtype)
+        found = activate_rows(x, activation, pair)
+    assert_close(found, activate(exact(x), activation, pair), dtype)
 
 
+@pytest.mark.parametrize("family", ("llama", "gemma3_text", "gpt2", "smollm3"))
 @pytest.mark.parametrize("seed", SEEDS)
-def test_start(seed: int, dtype: torch.dtype) -> None:
+def test_embed(seed: int, family: str, dtype: torch.dtype) -> None:
+    """Scaled, with learned positions, with several ropes; the tokens of three ranks."""
     draw = Draw(seed, dtype)
-    batch, rows, hidden, half = draw.pick(1, 5), 11, draw.pick(16, 100), draw.pick(2, 10)
-    tokens = torch.randint(33, (batch,), device=DEVICE)
-    positions = torch.randint(100_000, (batch,), device=DEVICE)
-    frequencies = torch.rand(half, device=DEVICE)
+    batch, hidden, d = draw.pick(1, 5), draw.pick(16, 100), draw.pick(4, 20)
+    ropes = {"local_rope": Rope(100.0), "windows": (3, None)} if family == "gemma3_text" else {}
+    config = ModelConfig(hidden, 2, 1, 1, 16, 33, family, d, 90, no_rope=(1,) * (family == "smollm3"), **ropes)
+    embedding = filled(draw, Embedding(config, RankOnly(draw.pick(0, 1, 2), 3), dtype))
+    table = RopeTable(config, DEVICE)
+    tokens = torch.randint(33, (batch,), generator=draw._generator).to(DEVICE)
+    positions = torch.randint(100, (batch,), generator=draw._generator).to(DEVICE)
     flags = torch.full((draw.pick(1, 9),), 7, dtype=torch.int32, device=DEVICE)
-    table, first = draw(rows, hidden), draw.pick(0, 11, 22)
+    found, expected = (
+        Metadata(positions, positions, *(torch.full((len(table.frequencies), batch, d // 2), nan) for _ in range(2)))
+        for nan in (float("nan"), 0.0)
+    )
+    found, expected = (replace(each, cos=each.cos.to(DEVICE), sin=each.sin.to(DEVICE)) for each in (found, expected))
     with poisoned():
-        x, cos, sin = start(tokens, positions, frequencies, table, first, flags)
+        x = embed(embedding, tokens, found, table, flags)
     assert not flags.any()
-    expected, expected_cos, expected_sin = start_twin(tokens, positions, frequencies, table, first, flags)
-    assert torch.equal(x, expected)
-    for found, other in ((cos, expected_cos), (sin, expected_sin)):
-        assert (found - other).abs().max() < 1e-5
+    assert torch.equal(x, embed_reference(embedding, tokens, expected, table, flags))
+    for one, other in ((found.cos, expected.cos), (found.sin, expected.sin)):
+        assert (one - other).abs().max() <= 100 * 2**-23  # angles up to 100 radians, rounded to float32
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", ("plain", "ties", "nan", "infinite", "empty"))
-def test_best(case: str, seed: int) -> None:
+def test_argmax(case: str, seed: int) -> None:
     draw = Draw(seed, torch.float32)
     step, count = 5000, draw.pick(1, 2048, 4097, 5000)
     logits = draw(3, step)
@@ -238,36 +286,38 @@ def test_best(case: str, seed: int) -> None:
     elif case == "empty":
         count = 0
     with poisoned():
-        found = best(logits, 100, count, PDL)
-    torch.testing.assert_close(found[:, 0], best_twin(logits, 100, count)[:, 0], rtol=0, atol=0, equal_nan=True)
+        found = argmax(logits, 100, count, PDL)
+    torch.testing.assert_close(found[:, 0], argmax_reference(logits, 100, count)[:, 0], rtol=0, atol=0, equal_nan=True)
     sane = found[:, 0].isfinite()
-    assert torch.equal(found[sane, 1], best_twin(logits, 100, count)[sane, 1])
+    assert torch.equal(found[sane, 1], argmax_reference(logits, 100, count)[sane, 1])
 
 
 @pytest.mark.parametrize("rows", (1, 2, 5, 64, 65))
 def test_every_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     """As the forward pass asks for them, configurations chosen by rule."""
     draw = Draw(rows, dtype)
-    kernels, twins = Kernels(Table("any"), PDL, cores=132), Twins()
-    source, norm = some_source(draw, rows, 64), (draw(64), 1e-5)
-    for kernel, outputs in (("qkv", 96), ("gate_up", 160), ("head", 77)):
-        weight, bias = draw(outputs, 64, scale=0.125), draw(outputs)
+    kernels, references = Kernels(Table("any"), PDL, cores=132), References()
+    source, norm = some_source(draw, rows, 64), some_norm(draw, 64)
+    for kernel, outputs, activation in (("qkv", 96, None), ("gate_up", 160, "silu"), ("head", 77, None)):
+        weight, pair = some_weight(draw, outputs, 64), activation is not None
         with poisoned():
-            y, agreed = kernels.norm_project(source, norm, weight, bias, kernel)
-        expected, expected_agreed = twins.norm_project(*map(exact, (source, norm, weight, bias)), kernel)  # type: ignore
+            y, agreed = kernels.norm_project(source, norm, weight, kernel, activation, pair)
+        expected, expected_agreed = references.norm_project(
+            exact(source), exact(norm), exact(weight), kernel, activation, pair
+        )
         assert_close(y.double().sum(0), expected[0], dtype)
         assert_close(agreed, expected_agreed, dtype)
-    x, weight, plus = draw(rows, 160), draw(64, 160, scale=0.08), draw(rows, 64)
+    x, weight, plus = draw(rows, 160), some_weight(draw, 64, 160), draw(rows, 64)
     with poisoned():
-        y = kernels.project(x, weight, None, plus, 4)
-    assert_close(y, twins.project(exact(x), exact(weight), None, exact(plus), 4), dtype)
+        y = kernels.project(x, weight, plus, 4, 0.5)
+    assert_close(y, references.project(exact(x), exact(weight), exact(plus), 4, 0.5), dtype)
 
 
-def test_who_waits_for_a_sum_leaves_room_for_it() -> None:
+def test_a_kernel_that_waits_leaves_room_for_the_all_reduce() -> None:
     for programs, warps, ring, cores in product(
         (3, 128, 256, 1000), (4, 8, 16), (1 << 14, 1 << 16, 1 << 17), (108, 132)
     ):
-        fitted, registers = beside_sums(programs, warps, ring, cores)
+        fitted, registers = beside_all_reduces(programs, warps, ring, cores)
         each = -(-fitted // cores)  # on the fullest multiprocessor
         assert 1 <= fitted <= programs and fitted < each * cores
         assert each * registers * warps * 32 <= 65536 * 7 // 8 and each * ring <= SHARED
@@ -275,12 +325,12 @@ def test_who_waits_for_a_sum_leaves_room_for_it() -> None:
 
 def test_the_comparison_can_fail(dtype: torch.dtype) -> None:
     draw = Draw(0, dtype)
-    source, gain = some_source(draw, 2, 64), draw(64)
-    found, _ = add_norm(source, gain, 1e-5, PDL)
+    source, norm = some_source(draw, 2, 64), some_norm(draw, 64)
+    found, _ = add_norm(source, norm, PDL)
     spoil: list[Callable[[Tensor], Tensor]] = [lambda x: x * 1.05, lambda x: x.flip(-1), lambda x: x * float("nan")]
     for how in spoil:
         with pytest.raises(AssertionError):
-            assert_close(how(found), add_norm_twin(exact(source), exact(gain), 1e-5)[0], dtype)
+            assert_close(how(found), add_norm_reference(exact(source), exact(norm))[0], dtype)
 
 
 COMPILED = """
@@ -291,8 +341,9 @@ from ladder.kernels.gemv import _gemv
 
 def groups(plus):
     fixed = {"K": 1024, "BK": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFT": 0, "NORM": 0, "PAIR": 0}
-    fixed |= {"BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
-    kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "eps": "fp32", "scale": "fp32", "N": "i32"}
+    fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
+    kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32"}
+    kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32"}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in _gemv.arg_names}
     values = {(_gemv.arg_names.index(name),): value for name, value in fixed.items()}
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}

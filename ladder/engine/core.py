@@ -8,7 +8,7 @@ from torch import Tensor
 from ladder.engine.passes import Passes
 from ladder.engine.sampling import Sampler, likeliest
 from ladder.engine.scheduler import Job, Pass, Scheduler, finish_reason
-from ladder.kernels.ops import Ops
+from ladder.kernels.launch import Launch
 from ladder.model import Decoder
 
 
@@ -46,12 +46,14 @@ class Token:
 class Core:
     """Steps through the jobs under way. All ranks are told the same commands before the same steps."""
 
-    def __init__(self, model: Decoder, slots: int, chunk: int, ops: Ops | None = None, graphs: bool = False) -> None:
-        """`ops` and `graphs`: see `Passes`."""
+    def __init__(
+        self, model: Decoder, slots: int, chunk: int, launch: Launch | None = None, graphs: bool = False
+    ) -> None:
+        """`launch` and `graphs`: see `Passes`."""
         self._model = model
         self._scheduler = Scheduler(slots, chunk)
         self._samplers: dict[int, Sampler] = {}
-        self._passes = Passes(model, slots, ops, graphs)
+        self._passes = Passes(model, slots, launch, graphs)
         self._cache = self._passes.cache
         self.stopped = False
 

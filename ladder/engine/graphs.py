@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ladder.engine.fused import Fused
+from ladder.engine.forward import Forward
 
 SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class Graphs:
-    """`fused`'s passes. A batch is filled up to a power of two with lines for `spare`, a slot of the cache that no
+    """`forward`'s passes. A batch is filled up to a power of two with lines for `spare`, a slot of the cache that no
     request has; a prompt is filled up to a power of two at its end.
     """
 
-    def __init__(self, fused: Fused, spare: int) -> None:
-        self._fused = fused
+    def __init__(self, forward: Forward, spare: int) -> None:
+        self._forward = forward
         self._spare = spare
         self._captured: dict[int, _Captured] = {}
         self._prompts: dict[int, _CapturedPrompt] = {}
 
     def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The results of `Fused.step`, to be read before the next step."""
+        """The results of `Forward.decode`, to be read before the next step."""
         count = len(tokens)
         bucket = 1 << (count - 1).bit_length()
         fill = bucket - count
@@ -39,7 +39,7 @@ class Graphs:
         """The logits [1, block] after a prompt of up to LONGEST tokens in a slot that holds nothing yet."""
         width = self.width(len(tokens))
         if width not in self._prompts:
-            self._prompts[width] = _CapturedPrompt(self._fused, width, self._spare)
+            self._prompts[width] = _CapturedPrompt(self._forward, width, self._spare)
         return self._prompts[width].replay(tokens, slot)
 
     @staticmethod
@@ -49,7 +49,7 @@ class Graphs:
 
     def captured(self, bucket: int) -> "_Captured":
         if bucket not in self._captured:
-            self._captured[bucket] = _Captured(self._fused, bucket, self._spare)
+            self._captured[bucket] = _Captured(self._forward, bucket, self._spare)
         return self._captured[bucket]
 
 
@@ -69,11 +69,11 @@ def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
 
 
 class _Captured:
-    def __init__(self, fused: Fused, bucket: int, spare: int) -> None:
-        device = fused.cache.keys[0].device
+    def __init__(self, forward: Forward, bucket: int, spare: int) -> None:
+        device = forward.cache.keys[0].device
         self._inputs = torch.zeros(3, bucket, dtype=torch.long, device=device)
         self._inputs[1] = spare
-        self._graph, self._results = _capture(lambda: fused.step(*self._inputs), device)
+        self._graph, self._results = _capture(lambda: forward.decode(*self._inputs), device)
 
     def replay(self, lines: Tensor) -> tuple[Tensor, Tensor]:
         self._inputs.copy_(lines)
@@ -82,16 +82,16 @@ class _Captured:
 
 
 class _CapturedPrompt:
-    def __init__(self, fused: Fused, width: int, spare: int) -> None:
-        device = fused.cache.keys[0].device
+    def __init__(self, forward: Forward, width: int, spare: int) -> None:
+        device = forward.cache.keys[0].device
         self._width = width
         self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
         self._inputs[1] = spare
         self._last = torch.zeros(1, dtype=torch.long, device=device)
-        self._place = fused.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
+        self._place = forward.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
 
         def step() -> Tensor:
-            return fused.prompts_at(self._inputs[:1], self._last, self._inputs[1], self._place)
+            return forward.prefill_at(self._inputs[:1], self._last, self._inputs[1], self._place)
 
         self._graph, self._results = _capture(step, device)
 

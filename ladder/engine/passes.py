@@ -5,11 +5,11 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ladder.engine.fused import Fused
+from ladder.engine.forward import Forward
 from ladder.engine.graphs import LONGEST, Graphs
 from ladder.engine.scheduler import Pass
 from ladder.errors import LadderError
-from ladder.kernels.ops import Ops
+from ladder.kernels.launch import Launch
 from ladder.kernels.table import MOST
 from ladder.model import Decoder
 
@@ -17,21 +17,21 @@ from ladder.model import Decoder
 class Passes:
     """A model's passes over a cache of its own, which grows with the longest request."""
 
-    def __init__(self, model: Decoder, slots: int, ops: Ops | None = None, graphs: bool = False) -> None:
-        """With `ops` the passes are the kernels'; with `graphs` decoding steps are replayed from CUDA graphs, which the
-        model's communicator must allow.
+    def __init__(self, model: Decoder, slots: int, launch: Launch | None = None, graphs: bool = False) -> None:
+        """With `launch` the passes are the kernels'; with `graphs` decoding steps are replayed from CUDA graphs, which
+        the model's communicator must allow.
         """
         self._model = model
         self._slots = slots
         self._with_graphs = graphs
         # one slot more, for the lines that fill up a graph's batch
         self.cache = model.new_cache(slots + graphs, min(256, model.config.context))
-        self._fused = None if ops is None else Fused(model, self.cache, ops)
+        self._forward = None if launch is None else Forward(model, self.cache, launch)
         self._graphs: Graphs | None = None
 
     def compute(self, work: Pass) -> tuple[Tensor, Tensor | None]:
         """This rank's logits of every line's last token, [lines, block]; for a decoding step by kernels also the best
-        of every rank, see `Fused.step`.
+        of every rank, see `Forward.decode`.
         """
         width = max(map(len, work.tokens))
         starts = [self.cache.lengths[slot] for slot in work.slots]
@@ -40,25 +40,25 @@ class Passes:
         device = self.cache.keys[0].device
         # kernels are launched on the current device
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            if self._fused is not None and width == 1 and len(work.lines) <= MOST:
-                return self._step(self._fused, work)
-            if self._fused is not None and alone:
-                return self._captured(self._fused).prompt(work.tokens[0], work.slots[0]), None
+            if self._forward is not None and width == 1 and len(work.lines) <= MOST:
+                return self._step(self._forward, work)
+            if self._forward is not None and alone and self._forward.capturable:
+                return self._captured(self._forward).prompt(work.tokens[0], work.slots[0]), None
             ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in work.tokens], device=device)
             last = torch.tensor([len(piece) - 1 for piece in work.tokens], device=device)
-            if self._fused is not None:
-                return self._fused.prompts(ids, last, work.slots), None
+            if self._forward is not None:
+                return self._forward.prefill(ids, last, work.slots), None
             return self._model(ids, self.cache, last, work.slots)[:, 0], None
 
-    def _step(self, fused: Fused, work: Pass) -> tuple[Tensor, Tensor]:
+    def _step(self, forward: Forward, work: Pass) -> tuple[Tensor, Tensor]:
         tokens = [piece[0] for piece in work.tokens]
         positions = [self.cache.lengths[slot] for slot in work.slots]
         if not self._with_graphs:
-            return fused.step(*torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device))
-        return self._captured(fused).step(tokens, work.slots, positions)
+            return forward.decode(*torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device))
+        return self._captured(forward).step(tokens, work.slots, positions)
 
-    def _captured(self, fused: Fused) -> Graphs:
-        self._graphs = self._graphs or Graphs(fused, self._slots)
+    def _captured(self, forward: Forward) -> Graphs:
+        self._graphs = self._graphs or Graphs(forward, self._slots)
         return self._graphs
 
     def _make_room(self, positions: int) -> None:

@@ -26,7 +26,7 @@ from ladder.engine.requests import Opened
 from ladder.engine.vitals import Vitals, Watched, WatchedControl
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
-from ladder.kernels.ops import Kernels
+from ladder.kernels.launch import Kernels
 from ladder.model import Decoder
 
 PULSE = 0.2  # seconds between two signs of life

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import let_others_start, product, wait_for_others
-from ladder.kernels.many import rotate_write_twin
-from ladder.kernels.place import Steps
+from ladder.kernels.rotary import head_gains, rotate_write_reference
 from ladder.kernels.table import Split
+from ladder.layers.attention import Attention
+from ladder.layers.cache import Metadata
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ def _heads(qkv, at, stride, inside, QS: tl.constexpr):
 
 @triton.jit
 def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, parts, weights, arrived, eps, scale,
-            BATCH, CAPACITY, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
-            KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr, BT: tl.constexpr,
+            cap, BATCH, CAPACITY, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            HP: tl.constexpr, KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr,
+            OFFSET: tl.constexpr, CAP: tl.constexpr, BT: tl.constexpr,
             SPLITS: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     split = tl.program_id(0)
     kv = tl.program_id(1)
@@ -70,10 +71,10 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
     c = tl.load(cos + b * half + h, mask=low, other=0.0)
     s = tl.load(sin + b * half + h, mask=low, other=0.0)
     if QKNORM:
-        q_gain_a = tl.load(q_gain + h, mask=low, other=0.0).to(tl.float32)
-        q_gain_b = tl.load(q_gain + half + h, mask=low, other=0.0).to(tl.float32)
-        k_gain_a = tl.load(k_gain + h, mask=low, other=0.0).to(tl.float32)
-        k_gain_b = tl.load(k_gain + half + h, mask=low, other=0.0).to(tl.float32)
+        q_gain_a = tl.load(q_gain + h, mask=low, other=0.0).to(tl.float32) + OFFSET
+        q_gain_b = tl.load(q_gain + half + h, mask=low, other=0.0).to(tl.float32) + OFFSET
+        k_gain_a = tl.load(k_gain + h, mask=low, other=0.0).to(tl.float32) + OFFSET
+        k_gain_b = tl.load(k_gain + half + h, mask=low, other=0.0).to(tl.float32) + OFFSET
     wait_for_others(PDL)
     let_others_start(PDL)
     width = (G + 2) * KVHEADS * D
@@ -116,6 +117,8 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
         )
         next_v = tl.load(values + start + following[:, None] * row + d[None, :], mask=old & wide[None, :], other=0.0)
         score = product(query_b, tl.trans(kb), product(query_a, tl.trans(ka), nothing, IEEE), IEEE) * scale
+        if CAP:  # cap tanh(score / cap); tanh(u) is 2 sigmoid(2 u) - 1
+            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         score = tl.where((at < end)[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
         fade = tl.exp(top - higher)
@@ -156,55 +159,47 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
 
 def attend(
     qkv: Tensor,
-    place: Steps,
-    gains: tuple[Tensor, Tensor, float] | None,
+    block: Attention,
+    metadata: Metadata,
     keys: Tensor,
     values: Tensor,
-    heads: int,
-    window: int | None,
     config: Split,
     scratch: Scratch,
     pdl: bool,
 ) -> Tensor:
-    """softmax( q K^T / sqrt(d) ) V for one new token of every request, over its slot of the cache and itself.
+    """softmax( q K^T scale ) V for one new token of every sequence, over its slot of the cache and itself.
 
     `qkv` [splits, batch, (heads + 2 kv_heads) * d] is the fused projection's output, to be added up over its splits.
-    q and k are normalized by head where there are `gains` (of q, of k, eps), then rotated; k and v are written into the
-    cache, [slots, capacity, kv_heads, d], at the request's position. The positions are split over programs; the one
-    that ends last adds up what all found:  y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,  m = max_s m_s.
+    q and k go through their norms by head where there are any, then they are rotated; k and v are written into the
+    cache, [slots, capacity, kv_heads, d], at the sequence's position. Scores become cap tanh(score / cap) if there is a
+    cap. The positions are split over programs; the one that ends last adds up what all found:
+    y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,  m = max_s m_s.
     """
     splits, batch, _ = qkv.shape
     _, capacity, kv_heads, d = keys.shape
-    group = heads // kv_heads
-    out = torch.empty(batch, heads * d, dtype=keys.dtype, device=qkv.device)
-    q_gain, k_gain, eps = gains if gains is not None else (None, None, 0.0)
+    group = block.heads // kv_heads
+    out = torch.empty(batch, block.heads * d, dtype=keys.dtype, device=qkv.device)
+    q_gain, k_gain, eps, offset = head_gains(block)
     _attend[(config.splits, kv_heads, batch)](
-        qkv, place.cos, place.sin, q_gain, k_gain, keys, values, place.slots, place.positions, out,
-        scratch.parts, scratch.weights, scratch.arrived, eps, d**-0.5, batch, capacity,
+        qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, keys, values, metadata.slots,
+        metadata.positions, out, scratch.parts, scratch.weights, scratch.arrived, eps, block.scale, block.cap or 1.0,
+        batch, capacity,
         G=group, GP=max(16, triton.next_power_of_2(group)), D=d, DP=max(16, triton.next_power_of_2(d)),
-        HP=max(16, triton.next_power_of_2(d // 2)),
-        KVHEADS=kv_heads, WINDOW=window or 0, QS=splits, QKNORM=gains is not None, BT=config.positions,
+        HP=max(16, triton.next_power_of_2(d // 2)), KVHEADS=kv_heads, WINDOW=block.window or 0, QS=splits,
+        QKNORM=q_gain is not None, OFFSET=offset, CAP=block.cap is not None, BT=config.positions,
         SPLITS=config.splits, IEEE=keys.dtype is torch.float32, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def attend_twin(
-    qkv: Tensor,
-    place: Steps,
-    gains: tuple[Tensor, Tensor, float] | None,
-    keys: Tensor,
-    values: Tensor,
-    heads: int,
-    window: int | None,
-) -> Tensor:
-    """The same with torch, one request after the other."""
-    d = keys.shape[-1]
-    q = rotate_write_twin(qkv.sum(0), place, gains, keys, values, heads)[:, :heads]
+def attend_reference(qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
+    """The same with torch, one sequence after the other."""
+    q = rotate_write_reference(qkv.sum(0), block, metadata, keys, values)[:, : block.heads]
     found = []
-    for line, slot, position in zip(q, place.slots.tolist(), place.positions.tolist(), strict=True):
-        seen = slice(max(0, position + 1 - (window or position + 1)), position + 1)
-        k, v = (x[slot, seen].transpose(0, 1).unsqueeze(0) for x in (keys, values))
-        y = F.scaled_dot_product_attention(line.view(1, heads, 1, d).to(k.dtype), k, v, enable_gqa=True)
-        found.append(y.flatten())
+    for query, slot, position in zip(q, metadata.slots.tolist(), metadata.positions.tolist(), strict=True):
+        seen = slice(max(0, position + 1 - (block.window or position + 1)), position + 1)
+        k, v = (x[slot, seen].repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
+        scores = torch.einsum("hd,thd->ht", query.to(k.dtype), k).float() * block.scale
+        scores = scores if block.cap is None else block.cap * torch.tanh(scores / block.cap)
+        found.append(torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1).to(v.dtype), v).flatten())
     return torch.stack(found)

@@ -1,15 +1,19 @@
-"""What every kernel needs of the chip: an early start, the wait for what came before, and the wait for a sum.
+"""What every kernel needs: an early start, the wait for earlier kernels and for an all-reduce; activations, norms.
 
 A kernel is launched while the one before it still runs (programmatic dependent launch): it asks for its weights, which
 nobody writes, and only then waits. What was written two kernels ago may be read before that wait, too: the kernel
 before this one lets it start only after its own wait. `PDL` false leaves all of that out, for Triton's interpreter and
 for older chips.
 
-The grid of a kernel that waits for a sum must not be larger than what the chip can hold at once, or it keeps out the
-kernel that brings it.
+The grid of a kernel that waits for an all-reduce must not be larger than what the chip can hold at once, or it keeps
+out the kernel that does it.
 """
 
 from ladder.jit import cuda, tl, triton
+
+# numbers of the activations, by their names in config.json
+ACTIVATIONS: dict[str | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "gelu_new": 3, "relu": 4}
+RMS, LAYER = 1, 2  # kinds of norm; 0: none
 
 
 @triton.jit
@@ -49,6 +53,21 @@ def product(a, b, c, IEEE: tl.constexpr):
 
 
 @triton.jit
+def activated(x, ACT: tl.constexpr):
+    """The activation of this number (see `ACTIVATIONS`); 0: none."""
+    if ACT == 1:
+        return x * tl.sigmoid(x)
+    elif ACT == 2:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == 3:  # 0.5 (1 + tanh(u)) is sigmoid(2 u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == 4:
+        return tl.maximum(x, 0.0)
+    else:
+        return x
+
+
+@triton.jit
 def added(x, more):
     """x + more, rounded to the stream's type as torch does."""
     return (x + more.to(tl.float32)).to(more.dtype).to(tl.float32)
@@ -56,10 +75,10 @@ def added(x, more):
 
 @triton.jit
 def wait_for_all(flag1, flag2, need, FLAGS: tl.constexpr, PDL: tl.constexpr):
-    """Go on when the sums have arrived and everything launched before has finished.
+    """Go on when the all-reduces are complete and everything launched before has finished.
 
-    In this order: under a lag the sums are there first, and asking for their flags costs no time of its own. The flags
-    were put down by the step's first kernel, which has finished when the second after it, or any later one, starts.
+    In this order: under a lag the all-reduces are complete first, and asking for their flags costs no time of its own.
+    The flags were reset by the step's first kernel, which has finished when the second one after it starts.
     """
     if FLAGS >= 1:
         wait_for_flag(flag1, need)
@@ -70,7 +89,7 @@ def wait_for_all(flag1, flag2, need, FLAGS: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def gathered(base, first, second, drift, saved, at, inside, save, SUMS: tl.constexpr, DRIFT: tl.constexpr):
-    """base + sums + drift, all of which are there by now. base + sums is kept where `save` says so.
+    """base + sums + drift, all of which are complete by now. base + sums is kept where `save` says so.
 
     What other kernels or the communication stream have written is read past the first-level cache, which may be stale.
     Everything is asked for before anything is kept: no load is made to wait for a store it might have to see.
@@ -92,3 +111,14 @@ def gathered(base, first, second, drift, saved, at, inside, save, SUMS: tl.const
     if SUMS >= 1:
         tl.store(saved + at, agreed.to(saved.dtype.element_ty), mask=inside & save)
     return x
+
+
+@triton.jit
+def normalized(x, g, norm_bias, cols, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """x * g, and the factor that a root-mean-square norm multiplies it by; of a centered norm, the whole norm and 1."""
+    if NORM == 2:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / K, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * g
+        return x + tl.load(norm_bias + cols, mask=inside, other=0.0).to(tl.float32), 1.0
+    else:
+        return x * g, tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)

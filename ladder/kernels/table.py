@@ -26,7 +26,7 @@ class Gemv:
 
 
 @dataclass(frozen=True)
-class Skinny:
+class SmallGemm:
     """A few rows."""
 
     rows: int  # of the weight in a tile; of a pair, half of them are the gate's
@@ -46,7 +46,7 @@ class Split:
     warps: int
 
 
-Config = Gemv | Skinny | Split | None  # None: the library's matrix product
+Config = Gemv | SmallGemm | Split | None  # None: the library's matrix product
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,16 @@ def read_table(path: Path) -> dict[str, dict[Shape, Config]]:
         raise LadderError(f"{path} is no table of tuned kernels: make one with `ladder tune`") from None
 
 
-_KINDS: dict[str, type[Gemv] | type[Skinny] | type[Split]] = {"gemv": Gemv, "skinny": Skinny, "split": Split}
+_KINDS: dict[str, type[Gemv] | type[SmallGemm] | type[Split]] = {"gemv": Gemv, "small_gemm": SmallGemm, "split": Split}
 
 
-def _named(config: Gemv | Skinny | Split) -> dict[str, Any]:
-    return {"kind": type(config).__name__.lower(), **asdict(config)}
+def _named(config: Gemv | SmallGemm | Split) -> dict[str, Any]:
+    return {"kind": next(name for name, kind in _KINDS.items() if type(config) is kind), **asdict(config)}
 
 
-def _config(raw: dict[str, Any]) -> Gemv | Skinny | Split:
-    return _KINDS[raw.pop("kind")](**raw)
+def _config(raw: dict[str, Any]) -> Gemv | SmallGemm | Split:
+    kind = raw.pop("kind")
+    return _KINDS["small_gemm" if kind == "skinny" else kind](**raw)  # its name in older tables
 
 
 @cache
@@ -147,7 +148,7 @@ def sound(shape: Shape, config: Config) -> bool:
         case Gemv():
             fits = config.rows >= 1 and config.programs >= 1 and config.stages >= 2 and config.warps >= 1
             return fits and shape.kernel != "attend" and shape.batch == 1
-        case Skinny():
+        case SmallGemm():
             fits = (
                 config.rows >= 16 * (1 + shape.pair) and config.depth >= 16 and config.stages >= 2 and config.warps >= 1
             )
@@ -185,7 +186,7 @@ def rule(shape: Shape) -> Config:
             break
     stages = 5 if shape.batch <= 16 else 4
     early = depth if shape.inputs // splits >= 4 * depth and shape.batch <= 16 else 0
-    return Skinny(rows, depth, splits, stages, 4, early)
+    return SmallGemm(rows, depth, splits, stages, 4, early)
 
 
 def candidates(shape: Shape) -> list[Config]:
@@ -197,7 +198,7 @@ def candidates(shape: Shape) -> list[Config]:
     elif isinstance(known, Gemv):
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
-    elif isinstance(known, Skinny):
+    elif isinstance(known, SmallGemm):
         splits = (4, 8) if shape.splittable else (1,)
         for rows, depth, stages in (
             (64, 128, 6),
@@ -207,7 +208,7 @@ def candidates(shape: Shape) -> list[Config]:
             (32, 256, 5),
             (128, 128, 5),
         ):
-            found += [Skinny(rows, depth, s, stages, 4, early) for s in splits for early in (0, 256)]
+            found += [SmallGemm(rows, depth, s, stages, 4, early) for s in splits for early in (0, 256)]
         found += [replace(known, early=early) for early in (0, 128, 256, 512) if early <= shape.inputs // known.splits]
         found.append(None)
     return [config for config in dict.fromkeys(found) if sound(shape, config)]

@@ -68,15 +68,31 @@ class Embedding(VocabularyRows):
 
 
 class Head(VocabularyRows):
-    """This rank's block of the logits: cap * tanh( x W^T / divisor / cap ), or without a cap x W^T / divisor."""
+    """This rank's block of the logits: cap * tanh( x W^T / divisor / cap ), or without a cap x W^T / divisor. Keeps the
+    protocol `Weight`.
+    """
+
+    bias = None
 
     def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype, weight: nn.Parameter | None) -> None:
         super().__init__(config.names.head, config, comm, dtype, weight)
         self.divisor, self.cap = config.logit_divisor, config.logit_softcap
+        self.outputs, self.inputs = self.weight.shape
+        self.nbytes = self.weight.numel() * self.weight.element_size()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., step]; joined over the ranks and cut to the vocabulary, these are the logits."""
-        return self.finish(F.linear(x, self.weight))
+        return self.finish(self.multiply(x))
+
+    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+        torch.mm(x, self.weight.t(), out=out)
+
+    @property
+    def dense(self) -> Tensor:
+        return self.weight
 
     def finish(self, product: Tensor) -> Tensor:
         """The logits from x W^T."""

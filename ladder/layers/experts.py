@@ -57,8 +57,7 @@ class ExpertMLP(nn.Module):
     def forward(
         self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
     ) -> None:
-        y = ops.experts(self, ops.norm(stream, wiring.lag, self.norm))
-        ops.write(stream, wiring.out, y, self.residual_scale, self.post_norm)
+        ops.experts(stream, wiring.out, self, ops.norm(stream, wiring.lag, self.norm))
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of each row: the chosen experts' numbers [rows, top_k] and weights, float32."""

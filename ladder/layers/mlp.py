@@ -47,5 +47,5 @@ class MLP(nn.Module):
     def forward(
         self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
     ) -> None:
-        y = ops.norm_project(stream, wiring.lag, self.norm, self.up_proj, "up", self.activation, self.gated)
+        y = ops.norm_project(stream, wiring.lag, self.norm, self.up_proj, "gate_up", self.activation, self.gated)
         ops.project(stream, wiring.out, y, self.down_proj, self.residual_scale, self.post_norm)

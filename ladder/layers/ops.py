@@ -42,7 +42,7 @@ class Ops(Protocol):
         activation: str | None = None,
         gated: bool = False,
     ) -> Tensor:
-        """activation( norm(stream) W^T + b ). `kind`: qkv or up. What comes out of a `qkv` is for `attend` alone."""
+        """activation( norm(stream) W^T + b ). `kind`: qkv or gate_up; the result of a `qkv` is for `attend` alone."""
         ...
 
     def attend(
@@ -51,18 +51,14 @@ class Ops(Protocol):
         """Norms and rotation of queries and keys, the cache written, attention over it: [rows, heads * d]."""
         ...
 
-    def experts(self, block: "ExpertMLP", x: Tensor) -> Tensor:
-        """The experts' partial sum for rows that have been through the norm."""
+    def experts(self, stream: ResidualStream, out: Out, block: "ExpertMLP", x: Tensor) -> None:
+        """Write the experts' partial sum for rows `x` that have been through the norm."""
         ...
 
     def project(
         self, stream: ResidualStream, out: Out, x: Tensor, weight: Weight, scale: float, post: Norm | None
     ) -> None:
         """Write scale * (x W^T + b) to the stream, through the norm `post` where there is one."""
-        ...
-
-    def write(self, stream: ResidualStream, out: Out, x: Tensor, scale: float, post: Norm | None) -> None:
-        """Write scale * x to the stream, through the norm `post` where there is one."""
         ...
 
     def head(self, stream: ResidualStream, norm: Norm, head: "Head", last: Tensor | None) -> Tensor:
@@ -110,16 +106,15 @@ class Plain:
             k, v = (x[block.layer][metadata.read, : metadata.seen] for x in (cache.keys, cache.values))
         return block.look(q, k, v, metadata)
 
-    def experts(self, block: "ExpertMLP", x: Tensor) -> Tensor:
-        return block.apply_experts(x, *block.choose(x))
+    def experts(self, stream: ResidualStream, out: Out, block: "ExpertMLP", x: Tensor) -> None:
+        y = block.apply_experts(x, *block.choose(x))
+        stream.write(y if block.residual_scale == 1 else y * block.residual_scale, out, block.post_norm)
 
     def project(
         self, stream: ResidualStream, out: Out, x: Tensor, weight: Weight, scale: float, post: Norm | None
     ) -> None:
-        self.write(stream, out, weight.multiply(x), scale, post)
-
-    def write(self, stream: ResidualStream, out: Out, x: Tensor, scale: float, post: Norm | None) -> None:
-        stream.write(x if scale == 1 else x * scale, out, post)
+        y = weight.multiply(x)
+        stream.write(y if scale == 1 else y * scale, out, post)
 
     def head(self, stream: ResidualStream, norm: Norm, head: "Head", last: Tensor | None) -> Tensor:
         x = stream.read(lag=0)

@@ -38,6 +38,10 @@ class Weight(Protocol):
         """x W^T + b, [..., inputs] -> [..., outputs]; or of one group."""
         ...
 
+    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+        """`multiply` with its result in `out`."""
+        ...
+
     def shards(self) -> Iterator[Shard]: ...
 
     @property
@@ -72,6 +76,11 @@ class Dense(nn.Module):
         if group is None:
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight.unflatten(0, (self.groups, -1))[group])
+
+    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+        torch.mm(x, self.weight.t(), out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
 
     def shards(self) -> Iterator[Shard]:
         for piece in self.pieces:

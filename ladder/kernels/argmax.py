@@ -1,4 +1,4 @@
-"""The arg-max of this rank's block of the logits."""
+"""The argmax of this rank's block of the logits."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ladder.kernels.device import wait_for_others
 
 
 @triton.jit
-def _best(logits, out, step, first, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _argmax(logits, out, step, first, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -29,17 +29,19 @@ def _best(logits, out, step, first, count, BLOCK: tl.constexpr, PDL: tl.constexp
     tl.store(out + b * 2 + 1, (index + first).to(tl.float32))
 
 
-def best(logits: Tensor, first: int, count: int, pdl: bool) -> Tensor:
+def argmax(logits: Tensor, first: int, count: int, pdl: bool) -> Tensor:
     """[batch, 2]: max_i logits[i] over the first `count`, NaN if one of them is, and first + the lowest such i.
 
     Numbers of tokens are whole in float32 up to 2^24, the largest vocabulary there may be.
     """
     out = torch.empty(len(logits), 2, device=logits.device)
-    _best[(len(logits),)](logits, out, logits.shape[1], first, count, BLOCK=4096, PDL=pdl, num_warps=8, launch_pdl=pdl)
+    _argmax[(len(logits),)](
+        logits, out, logits.shape[1], first, count, BLOCK=4096, PDL=pdl, num_warps=8, launch_pdl=pdl
+    )
     return out
 
 
-def best_twin(logits: Tensor, first: int, count: int) -> Tensor:
+def argmax_reference(logits: Tensor, first: int, count: int) -> Tensor:
     if not count:
         return torch.tensor([[float("-inf"), float(first)]], device=logits.device).repeat(len(logits), 1)
     value, index = logits[:, :count].float().max(dim=-1)

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import let_others_start, product, wait_for_others
-from ladder.kernels.table import Skinny
+from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
+from ladder.kernels.table import SmallGemm
 
 
 @triton.jit
-def _skinny(x, weight, bias, plus, out, scale, M, N, K: tl.constexpr,
+def _small_gemm(x, weight, bias, plus, out, scale, alpha, M, N, K: tl.constexpr,
             MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr,
-            PAIR: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, STAGES: tl.constexpr,
-            IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
+            STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
     j = tl.arange(0, BN)
@@ -45,37 +45,44 @@ def _skinny(x, weight, bias, plus, out, scale, M, N, K: tl.constexpr,
             y += tl.load(bias + line, mask=r < N, other=0.0).to(tl.float32)[:, None]
     if PAIR:
         gate, up = y.reshape(2, outputs, MB).permute(1, 2, 0).split()
-        y = gate * tl.sigmoid(gate) * up
+        y = activated(gate, ACT) * up
         r = tile * outputs + tl.arange(0, outputs)
         here = (r < N)[:, None]
+    else:
+        y = activated(y, ACT)
+    if ALPHA:
+        y = y * alpha
     there = (split * M + m)[None, :] * N + r[:, None]
     if PLUS:
         y += scale * tl.load(plus + there, mask=here & live, other=0.0, cache_modifier=".cg").to(tl.float32)
     tl.store(out + there, y.to(out.dtype.element_ty), mask=here & live)
 
 
-def skinny(
+def small_gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    activation: str | None,
     pair: bool,
     plus: Tensor | None,
     divisor: int,
+    alpha: float,
     out: Tensor,
-    config: Skinny,
+    config: SmallGemm,
     pdl: bool,
 ) -> None:
-    """out[s] = f( x_s W_s^T + bias ) + plus / divisor, with x [rows, inputs] and W cut into `splits` along the inputs.
+    """out[s] = alpha f( x_s W_s^T + bias ) + plus / divisor, x [rows, inputs] and W cut into `splits` along the inputs.
 
-    out is [splits, rows, outputs], to be added up by whoever reads it; only one split can have a `pair` (then
-    f = silu(gate) * up, see `gemv`), or a `plus`. The first has the bias.
+    f as in `gemv`. out is [splits, rows, outputs], to be added up by its reader; only one split can have an activation
+    or a `plus`. The first has the bias.
     """
     rows, width = x.shape
     outputs = weight.shape[0] // (1 + pair)
-    assert out.shape[0] == config.splits and (config.splits == 1 or not (pair or plus is not None))
-    _skinny[(-(-weight.shape[0] // config.rows), config.splits)](
-        x, weight, bias, plus, out, 1 / divisor, rows, outputs,
+    assert out.shape[0] == config.splits and (config.splits == 1 or (activation is None and plus is None))
+    _small_gemm[(-(-weight.shape[0] // config.rows), config.splits)](
+        x, weight, bias, plus, out, 1 / divisor, alpha, rows, outputs,
         K=width, MB=max(16, triton.next_power_of_2(rows)), BN=config.rows, BK=config.depth, EARLY=config.early,
-        SPLITS=config.splits, PAIR=pair, BIAS=bias is not None, PLUS=plus is not None, STAGES=config.stages,
-        IEEE=x.dtype is torch.float32, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        SPLITS=config.splits, PAIR=pair, ACT=ACTIVATIONS[activation], BIAS=bias is not None, PLUS=plus is not None,
+        ALPHA=alpha != 1, STAGES=config.stages, IEEE=x.dtype is torch.float32, PDL=pdl, num_warps=config.warps,
+        launch_pdl=pdl,
     )  # fmt: skip

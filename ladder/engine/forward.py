@@ -1,0 +1,57 @@
+"""A decoder's passes by kernels: decoding steps and prompts."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ladder.kernels.decode import Decode
+from ladder.kernels.launch import Launch
+from ladder.kernels.prefill import Prefill, can_group
+from ladder.layers.cache import KVCache, PrefillMetadata
+from ladder.layers.experts import ExpertMLP
+from ladder.model import Decoder
+
+
+class Forward:
+    """`model`'s passes over `cache`, by the kernels of `launch`."""
+
+    def __init__(self, model: Decoder, cache: KVCache, launch: Launch) -> None:
+        self.model = model
+        self.cache = cache
+        self.launch = launch
+        self._decode = Decode(launch, model.comm, model.ropes)
+        self._prefill = Prefill(launch, model.comm.size)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether prompts can be part of a CUDA graph: not where experts are computed one after the other."""
+        blocks = [layer.mlp for layer in self.model.layers]
+        return all(can_group(block, self.model.embed_tokens.weight) for block in blocks if isinstance(block, ExpertMLP))
+
+    def decode(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each sequence, [batch] like its slot and position: this rank's logits [batch, block], and
+        every rank's argmax [batch, 2 x size]: value and token in turns.
+
+        Nothing here looks at a value: it can be captured in a CUDA graph and replayed with others.
+        """
+        model, head = self.model, self.model.lm_head
+        metadata = self._decode.metadata(slots, positions)
+        logits = model.run(self._decode, tokens, metadata, self.cache, None)
+        return logits, model.comm.all_gather(self.launch.argmax(logits, head.start, head.count))
+
+    def prefill(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
+        """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each one's `last`, [batch, block]."""
+        return self.model(tokens, self.cache, last, slots, self._prefill)[:, 0]
+
+    def beginnings(self, shape: torch.Size) -> PrefillMetadata:
+        """The metadata of prompts' first pieces, whatever their slots."""
+        return PrefillMetadata.of(shape, None, None, self.model.config, self.model.ropes)
+
+    def prefill_at(self, tokens: Tensor, last: Tensor, slots: Tensor, beginnings: PrefillMetadata) -> Tensor:
+        """`prefill` of first pieces in `slots`, one for every token. It can be captured in a CUDA graph: first pieces
+        look only at themselves, so nothing depends on the slots but where their keys and values go.
+        """
+        rows = torch.arange(len(last), device=last.device) * tokens.shape[1] + last
+        metadata = replace(beginnings, slots=slots.contiguous())  # kernels go by addresses: no expanded views
+        return self.model.run(self._prefill, tokens.flatten(), metadata, self.cache, rows)

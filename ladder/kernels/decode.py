@@ -1,0 +1,104 @@
+"""The layer's vocabulary by kernels, for one new token of each sequence."""
+
+import torch
+from torch import Tensor
+
+from ladder.comm.base import Comm
+from ladder.comm.signalled import Signalled
+from ladder.kernels.launch import Launch
+from ladder.kernels.stream import Source
+from ladder.layers.attention import Attention
+from ladder.layers.cache import KVCache, Metadata
+from ladder.layers.embedding import Embedding, Head
+from ladder.layers.experts import ExpertMLP
+from ladder.layers.norm import Norm
+from ladder.layers.rope import RopeTable
+from ladder.layers.weight import Weight
+from ladder.residual import Post, ResidualStream
+from ladder.wiring import Out
+
+
+class FusedReader:
+    """What all kernels' backends have in common: how they read the stream, and a norm behind a sub-block."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    def norm(self, stream: ResidualStream, lag: int, norm: Norm | None) -> Tensor:
+        terms = stream.begin_read(lag)
+        x, total = self.launch.norm(Source.of(terms), norm)
+        stream.end_read(terms, total)
+        return x
+
+    def post(self, norm: Norm | None) -> Post | None:
+        """The norm behind a sub-block, for the stream to apply once the all-reduce is complete."""
+        return None if norm is None else lambda x: self.launch.norm(Source(x.contiguous()), norm)[0]
+
+    def norms_of_all_heads(self, stream: ResidualStream, block: Attention, qkv: Tensor) -> Tensor:
+        """qkv [rows, width] with the norms that span all heads, where the family has them; those by head are the
+        kernels' own.
+        """
+        if block.qk_norm != "all":
+            return qkv
+        q, k, v = block.split(qkv)
+        q, k = block.normed(stream, q, k)
+        return torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+
+
+class Decode(FusedReader):
+    """Norms and activations inside the matrix kernels. Nothing here looks at a value: it can be captured in a CUDA
+    graph and replayed with others.
+    """
+
+    def __init__(self, launch: Launch, comm: Comm, ropes: RopeTable) -> None:
+        super().__init__(launch)
+        self._signalled = comm if isinstance(comm, Signalled) else None
+        self._ropes = ropes
+        none = torch.zeros(1, dtype=torch.int32, device=ropes.frequencies.device)
+        self._flags = none if self._signalled is None else self._signalled.flags
+
+    def metadata(self, slots: Tensor, positions: Tensor) -> Metadata:
+        """Of rows that stand at `positions` of `slots`; `embed` fills in the angles."""
+        ropes, half = self._ropes.frequencies.shape
+        cos, sin = (torch.empty(ropes, len(positions), half, device=positions.device) for _ in range(2))
+        return Metadata(slots, positions, cos, sin)
+
+    def embed(self, embedding: Embedding, tokens: Tensor, metadata: Metadata) -> Tensor:
+        x = self.launch.embed(embedding, tokens, metadata, self._ropes, self._flags)
+        if self._signalled is not None:
+            self._signalled.begin()
+        return x
+
+    def norm_project(
+        self, stream: ResidualStream, lag: int, norm: Norm | None, weight: Weight, kind: str,
+        activation: str | None = None, gated: bool = False,
+    ) -> Tensor:  # fmt: skip
+        terms = stream.begin_read(lag)
+        y, total = self.launch.norm_project(Source.of(terms), norm, weight, kind, activation, gated)
+        stream.end_read(terms, total)
+        return y if kind == "qkv" else y[0]
+
+    def attend(
+        self, stream: ResidualStream, block: Attention, qkv: Tensor, metadata: Metadata, cache: KVCache | None
+    ) -> Tensor:
+        assert cache is not None
+        if block.qk_norm == "all":
+            qkv = self.norms_of_all_heads(stream, block, qkv.sum(0)).unsqueeze(0)
+        return self.launch.attend(qkv, block, metadata, cache.keys[block.layer], cache.values[block.layer])
+
+    def experts(self, stream: ResidualStream, out: Out, block: ExpertMLP, x: Tensor) -> None:
+        stream.write(
+            lambda plus, divisor: self.launch.experts(x, block, plus, divisor), out, self.post(block.post_norm)
+        )
+
+    def project(
+        self, stream: ResidualStream, out: Out, x: Tensor, weight: Weight, scale: float, post: Norm | None
+    ) -> None:
+        stream.write(lambda plus, divisor: self.launch.project(x, weight, plus, divisor, scale), out, self.post(post))
+
+    def head(self, stream: ResidualStream, norm: Norm, head: Head, last: Tensor | None) -> Tensor:
+        source = Source.of(stream.begin_read(0))
+        product = self.launch.norm_project(source, norm, head, "head", dtype=torch.float32)[0][0]
+        if self._signalled is not None:
+            self._signalled.end()
+        return head.finish(product)

@@ -1,0 +1,158 @@
+"""The kernels of a forward pass by their Triton versions or their references. Activations are rows: [rows, width]."""
+
+import torch
+from torch import Tensor
+
+from ladder.errors import LadderError
+from ladder.kernels.activation import activate_rows
+from ladder.kernels.argmax import argmax, argmax_reference
+from ladder.kernels.attend import Scratch, attend, attend_reference
+from ladder.kernels.embed import embed, embed_reference
+from ladder.kernels.experts import expert_down, expert_up, route
+from ladder.kernels.gemv import gemv, projected
+from ladder.kernels.norm import add_norm, add_norm_reference
+from ladder.kernels.rotary import rotate_write, rotate_write_reference
+from ladder.kernels.small_gemm import small_gemm
+from ladder.kernels.stream import Source
+from ladder.kernels.table import MOST, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
+from ladder.layers.activation import activate
+from ladder.layers.attention import Attention
+from ladder.layers.cache import Metadata
+from ladder.layers.experts import ExpertMLP
+from ladder.layers.norm import Norm
+from ladder.layers.weight import Weight
+
+
+class References:
+    """Plain torch, anywhere: what each kernel must agree with."""
+
+    embed = staticmethod(embed_reference)
+    norm = staticmethod(add_norm_reference)
+    attend = staticmethod(attend_reference)
+    rotate_write = staticmethod(rotate_write_reference)
+    activate = staticmethod(activate)
+    argmax = staticmethod(argmax_reference)
+
+    def norm_project(
+        self, source: Source, norm: Norm | None, weight: Weight, kernel: str, activation: str | None = None,
+        pair: bool = False, dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """f( W n(x) + bias ) of the stream x, [splits, rows, outputs], and what the ranks agree on.
+
+        `kernel` is qkv, gate_up or head; only qkv may come in more than one split.
+        """
+        x, agreed = self.norm(source, norm)
+        y = projected(x, weight, activation, pair, None, 1, 1.0)
+        return y.to(dtype or y.dtype).unsqueeze(0), agreed
+
+    def project(self, x: Tensor, weight: Weight, plus: Tensor | None, divisor: int, scale: float) -> Tensor:
+        """scale (x W^T + bias) + plus / divisor."""
+        return projected(x, weight, None, False, plus, divisor, scale)
+
+    def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
+        """The experts' partial sum + plus / divisor."""
+        y = block.apply_experts(x, *block.choose(x)) * block.residual_scale
+        return y if plus is None else y + plus / divisor
+
+
+class Kernels:
+    """Triton, on a GPU. Up to `MOST` rows by our matrix kernels, more by the library's."""
+
+    def __init__(self, table: Table, pdl: bool, cores: int = 0) -> None:
+        self.table = table
+        self.cores = cores  # the GPU's multiprocessors
+        self.pdl = pdl  # programmatic dependent launch, which chips have from compute capability 9.0 on
+        self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
+
+    @classmethod
+    def on(cls, device: torch.device, more: dict[str, dict[Shape, Config]] | None = None) -> "Kernels":
+        """With the table that came with the package for this chip, and what `more` says of chips by their names."""
+        table = Table.of(torch.cuda.get_device_name(device))
+        if more and table.chip not in more:
+            raise LadderError(f"the table of tuned kernels has no line for this GPU, {table.chip}: run `ladder tune`")
+        table.rows |= (more or {}).get(table.chip, {})
+        chip = torch.cuda.get_device_properties(device)
+        return cls(table, torch.version.hip is None and (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
+
+    embed = staticmethod(embed)
+    rotate_write = staticmethod(rotate_write)
+    activate = staticmethod(activate_rows)
+
+    def norm(self, source: Source, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        return add_norm(source, norm, pdl=self.pdl and len(source.base) <= MOST)
+
+    def norm_project(
+        self, source: Source, norm: Norm | None, weight: Weight, kernel: str, activation: str | None = None,
+        pair: bool = False, dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        config, matrix = self._config(kernel, len(source.base), weight, pair), weight.dense
+        if isinstance(config, Gemv) and matrix is not None:
+            out = source.base.new_empty(1, 1, matrix.shape[0] // (1 + pair), dtype=dtype or matrix.dtype)
+            agreed = gemv(
+                source, norm, matrix, weight.bias, activation, pair, None, 1, 1.0, out, config, self.pdl, self.cores
+            )
+            return out, agreed
+        x, agreed = self.norm(source, norm)
+        return self._several(x, weight, activation, pair, None, 1, 1.0, dtype, config), agreed
+
+    def project(self, x: Tensor, weight: Weight, plus: Tensor | None, divisor: int, scale: float) -> Tensor:
+        config, matrix = self._config("row", len(x), weight, False), weight.dense
+        if isinstance(config, Gemv) and matrix is not None:
+            out = x.new_empty(1, matrix.shape[0])
+            source = Source(x)
+            gemv(source, None, matrix, weight.bias, None, False, plus, divisor, scale, out, config, self.pdl)
+            return out
+        return self._several(x, weight, None, False, plus, divisor, scale, None, config)[0]
+
+    def _several(
+        self, x: Tensor, weight: Weight, activation: str | None, pair: bool, plus: Tensor | None, divisor: int,
+        scale: float, dtype: torch.dtype | None, config: Config,
+    ) -> Tensor:  # fmt: skip
+        """[splits, rows, outputs]"""
+        matrix = weight.dense
+        if matrix is None or not isinstance(config, SmallGemm):
+            y = projected(x, weight, None, False, None if activation else plus, divisor, 1.0 if activation else scale)
+            y = y if activation is None else self.activate(y, activation, pair)
+            return y.to(dtype or y.dtype).unsqueeze(0)
+        if config.splits > 1 and activation is not None:
+            raise ValueError("a product with an activation cannot be split")
+        kind = torch.float32 if config.splits > 1 else dtype or x.dtype
+        out = x.new_empty(config.splits, len(x), matrix.shape[0] // (1 + pair), dtype=kind)
+        small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl)
+        return out
+
+    def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
+        batch, (_, capacity, kv_heads, d) = qkv.shape[1], keys.shape
+        config = self.table[Shape("attend", _bucket(batch), kv_heads, _bucket(capacity), bytes=keys.element_size())]
+        assert isinstance(config, Split)
+        key = (batch, block.heads, d, config.splits)
+        if key not in self._scratch:  # one kernel after another uses it
+            self._scratch[key] = Scratch.of(*key, qkv.device)
+        return attend(qkv, block, metadata, keys, values, config, self._scratch[key], self.pdl)
+
+    def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
+        up, down, router = block.up_proj.dense, block.down_proj.dense, block.router.dense
+        if up is None or down is None or router is None:
+            return References().experts(x, block, plus, divisor)
+        numbers, weights = route(x, router, block.top_k, block.normalize, self.pdl)
+        hidden = expert_up(x, up, numbers, block.first, block.local, block.activation, self.pdl)
+        return expert_down(
+            hidden, down, numbers, weights, block.first, block.local, plus, divisor, block.residual_scale, self.pdl
+        )
+
+    def argmax(self, logits: Tensor, first: int, count: int) -> Tensor:
+        return argmax(logits, first, count, self.pdl)
+
+    def _config(self, kernel: str, rows: int, weight: Weight, pair: bool) -> Config:
+        if weight.dense is None:
+            return None
+        outputs, inputs = weight.dense.shape[0] // (1 + pair), weight.dense.shape[1]
+        return self.table[Shape(kernel, _bucket(rows), outputs, inputs, pair, weight.dense.element_size())]
+
+
+Launch = References | Kernels
+
+
+def _bucket(rows: int) -> int:
+    """Rows are tuned for by powers of two."""
+    return power_up_to(2 * rows - 1)
