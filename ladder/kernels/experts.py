@@ -13,32 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import let_others_start, product, wait_for_others
+from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
 from ladder.kernels.router import PROGRAMS, ExpertConfig, Routing, expert_config, local_choice
 from ladder.layers.activation import activate
-
-ACTIVATIONS = {"silu": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up"""
-    if ACTIVATION == "silu":
-        y = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "relu":
-        y = tl.where(gate < 0, 0.0, gate)
-    elif ACTIVATION == "tanh":  # 1 + tanh(z) = 2 sigmoid(2 z)
-        y = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    return y * up
 
 
 @triton.jit
 def _up_one(x, weight, logits, numbers, weights, out, first, local, N,
             K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
             CHOICES: tl.constexpr, KP: tl.constexpr, NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr,
-            ACTIVATION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            ACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     k = tl.arange(0, BK)
     inside = k < K
     line = tl.load(x + k, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -63,7 +47,7 @@ def _up_one(x, weight, logits, numbers, weights, out, first, local, N,
         up = tl.load(gates + N * K + at, mask=here, other=0.0)
         ya = tl.sum(gate.to(tl.float32) * line[None, :], axis=1)
         yb = tl.sum(up.to(tl.float32) * line[None, :], axis=1)
-        y = _activate(ya, yb, ACTIVATION)
+        y = activated(ya, ACT) * yb
         tl.store(out + choice * N + r, y.to(out.dtype.element_ty), mask=r < N)
 
 
@@ -119,7 +103,7 @@ def _down_one(hidden, weight, logits, numbers, weights, plus, out, first, local,
 
 @triton.jit
 def _grouped(x, weight, numbers, out, first, M, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-             MB: tl.constexpr, CHOICES: tl.constexpr, KP: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr,
+             MB: tl.constexpr, CHOICES: tl.constexpr, KP: tl.constexpr, UP: tl.constexpr, ACT: tl.constexpr,
              STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     expert = tl.program_id(1)
     m = tl.arange(0, MB)
@@ -153,7 +137,7 @@ def _grouped(x, weight, numbers, out, first, M, N, K: tl.constexpr, BK: tl.const
             y = product(w, xs, y, IEEE)
         if UP:
             gate, up = y.reshape(2, outputs, MB).permute(1, 2, 0).split()
-            y = _activate(gate, up, ACTIVATION)
+            y = activated(gate, ACT) * up
             r = tl.program_id(0) * outputs + tl.arange(0, outputs)
             here = (r < N)[:, None]
         tl.store(out + entry[None, :] * N + r[:, None], y.to(out.dtype.element_ty), mask=here & live[None, :])
@@ -191,15 +175,14 @@ def expert_up(
     most = top_k if rows == 1 else min(local, rows * top_k)
     c = config or expert_config("up", rows, ffn, width, x.element_size(), most)
     out = x.new_empty(rows, top_k, ffn)
-    name = ACTIVATIONS[activation]
     if rows == 1:
         _up_one[(max(PROGRAMS, top_k),)](
             x, up, routing.logits, routing.numbers, routing.weights, out, first, local, ffn,
-            K=width, BK=triton.next_power_of_2(width), BN=c.rows, **routing.modes(), ACTIVATION=name,
+            K=width, BK=triton.next_power_of_2(width), BN=c.rows, **routing.modes(), ACT=ACTIVATIONS[activation],
             STAGES=c.stages, PDL=pdl, num_warps=c.warps, launch_pdl=pdl,
         )  # fmt: skip
     else:
-        _launch_grouped(x, up, routing, out, first, local, ffn, width, name, c, pdl)
+        _launch_grouped(x, up, routing, out, first, local, ffn, width, activation, c, pdl)
     return out
 
 
@@ -242,7 +225,7 @@ def _launch_grouped(
     _grouped[(-(-outputs * (1 + up) // config.rows), local)](
         x, weight, routing.numbers, out, first, rows, outputs, K=width, BK=config.depth, BN=config.rows,
         MB=max(16, triton.next_power_of_2(rows)), CHOICES=routing.top_k, KP=triton.next_power_of_2(routing.top_k),
-        UP=up, ACTIVATION=activation, STAGES=config.stages, IEEE=x.dtype is torch.float32, PDL=pdl,
+        UP=up, ACT=ACTIVATIONS[activation], STAGES=config.stages, IEEE=x.dtype is torch.float32, PDL=pdl,
         num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -8,9 +8,10 @@ from ladder.kernels.activation import activate_rows
 from ladder.kernels.argmax import argmax, argmax_reference
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
-from ladder.kernels.experts import expert_down, expert_up, route
+from ladder.kernels.experts import expert_down, expert_up
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.norm import add_norm, add_norm_reference
+from ladder.kernels.router import route
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
@@ -132,12 +133,12 @@ class Kernels:
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
         up, down, router = block.up_proj.dense, block.down_proj.dense, block.router.dense
-        if up is None or down is None or router is None:
+        if up is None or down is None or router is None or len(x) > MOST:
             return References().experts(x, block, plus, divisor)
-        numbers, weights = route(x, router, block.top_k, block.normalize, self.pdl)
-        hidden = expert_up(x, up, numbers, block.first, block.local, block.activation, self.pdl)
+        routing = route(x, router, block.top_k, block.normalize, self.pdl)
+        hidden = expert_up(x, up, routing, block.first, block.local, block.activation, self.pdl)
         return expert_down(
-            hidden, down, numbers, weights, block.first, block.local, plus, divisor, block.residual_scale, self.pdl
+            hidden, down, routing, block.first, block.local, plus, divisor, block.residual_scale, self.pdl
         )
 
     def argmax(self, logits: Tensor, first: int, count: int) -> Tensor:
