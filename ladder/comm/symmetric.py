@@ -4,6 +4,7 @@ A sum is one kernel that meets its peers through flags in their memory, without 
 small messages arrive sooner. Ranks that cannot map each other's memory keep the communicator they have.
 """
 
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ladder.errors import LadderError
 from ladder.jit import PRESENT
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # torch.ops.symm_mem's kernels, by name
 ONE_SHOT = "one_shot_all_reduce_out"  # every rank reads all messages: (ranks - 1) x bytes
@@ -122,7 +124,9 @@ class Symmetric:
                 together(group, partial(comm._try, kernel, dtype))
         except Impossible as reason:
             if required:
-                raise LadderError(f"symmetric memory cannot be had, {reason}: leave the wire to auto") from None
+                raise LadderError(f"symmetric memory cannot be had, {reason}: leave --comm-backend to auto") from None
+            if inner.rank == 0:
+                logger.info("no symmetric memory, %s: all-reduces use the process group", reason)
             return inner
         return comm
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import LONGEST, Graphs
-from ladder.engine.scheduler import Pass
+from ladder.engine.scheduler import ScheduledBatch
 from ladder.errors import LadderError
 from ladder.kernels.ops import Ops
 from ladder.kernels.table import MOST
@@ -29,9 +29,9 @@ class Passes:
         self._fused = None if ops is None else Fused(model, self.cache, ops)
         self._graphs: Graphs | None = None
 
-    def compute(self, work: Pass) -> tuple[Tensor, Tensor | None]:
-        """This rank's logits of every line's last token, [lines, block]; for a decoding step by kernels also the best
-        of every rank, see `Fused.step`.
+    def compute(self, work: ScheduledBatch) -> tuple[Tensor, Tensor | None]:
+        """This rank's logits of every sequence's last token, [sequences, block]; for a decoding step by kernels also
+        the best of every rank, see `Fused.step`.
         """
         width = max(map(len, work.tokens))
         starts = [self.cache.lengths[slot] for slot in work.slots]
@@ -40,7 +40,7 @@ class Passes:
         device = self.cache.keys[0].device
         # kernels are launched on the current device
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            if self._fused is not None and width == 1 and len(work.lines) <= MOST:
+            if self._fused is not None and width == 1 and len(work.sequences) <= MOST:
                 return self._step(self._fused, work)
             if self._fused is not None and alone:
                 return self._captured(self._fused).prompt(work.tokens[0], work.slots[0]), None
@@ -50,7 +50,7 @@ class Passes:
                 return self._fused.prompts(ids, last, work.slots), None
             return self._model(ids, self.cache, last, work.slots)[:, 0], None
 
-    def _step(self, fused: Fused, work: Pass) -> tuple[Tensor, Tensor]:
+    def _step(self, fused: Fused, work: ScheduledBatch) -> tuple[Tensor, Tensor]:
         tokens = [piece[0] for piece in work.tokens]
         positions = [self.cache.lengths[slot] for slot in work.slots]
         if not self._with_graphs:
@@ -71,5 +71,5 @@ class Passes:
         except RuntimeError:  # torch's word for no memory, on the CPU and on the GPU
             raise LadderError(
                 f"no memory for a cache of {self._slots} requests of {capacity} tokens: "
-                "lower --batch or --max-new-tokens"
+                "lower --max-num-seqs or --max-new-tokens"
             ) from None
