@@ -150,7 +150,7 @@ def decide(rank: int, size: int, directory: str) -> None:
 
 def test_all_ranks_fall_back_together(tmp_path: Path) -> None:
     reasons = {
-        "on a CPU": "rank 0: it is between GPUs, not on cpu",
+        "on a CPU": "rank 0: it connects GPUs, the device is cpu",
         "no memory on one rank": "rank 1: no memory",
         "no meeting on one rank": "rank 1: no meeting",
         "two machines": "rank 0: the ranks are on 2 machines",
