@@ -37,7 +37,7 @@ def tell(**line: Any) -> bool:
 
 
 def answers(directory: Path, device: str, **options: Any) -> tuple[list[tuple[int, ...]], float]:
-    with LLM(directory, device=device, chunk=128, **options) as llm:
+    with LLM(directory, device=device, prefill_chunk=128, **options) as llm:
         begin = time.monotonic()
         tokens = [tuple(result.token_ids) for result in llm.generate(PROMPTS, SamplingParams(48))]
         return tokens, time.monotonic() - begin
@@ -51,9 +51,9 @@ def main(device: str) -> int:
         directory = Path(tempfile.mkdtemp()) / "model"
         save(load(Decoder(replace(config, dtype="float32")), Random(seed=5, deviation=0.08)), directory)
         for wiring in WIRINGS if name == "llama-like" else ("ladder",):
-            plain, _ = answers(directory, device, wiring=wiring, batch=16, kernels=False)
+            plain, _ = answers(directory, device, wiring=wiring, max_num_seqs=16, kernels=False)
             for batch in (1, 5, 16) if wiring == "ladder" else (16,):
-                tokens, seconds = answers(directory, device, wiring=wiring, batch=batch)
+                tokens, seconds = answers(directory, device, wiring=wiring, max_num_seqs=batch)
                 line = {"model": name, "wiring": wiring, "batch": batch, "dtype": "float32", "requests": len(PROMPTS)}
                 line |= {"seconds": round(seconds, 2), "distinct": len(set(tokens))}
                 good &= tell(check="kernels and graphs give plain torch's tokens", **line, ok=tokens == plain)

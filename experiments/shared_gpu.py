@@ -39,11 +39,11 @@ def same_tokens(device: str) -> bool:
     save(load(Decoder(ModelConfig.named("tiny")), Random(seed=5, deviation=0.15)), directory)
     good = True
     for wiring in WIRINGS:
-        with LLM(directory, wiring=wiring, batch=3) as llm:
+        with LLM(directory, wiring=wiring, max_num_seqs=3) as llm:
             expected = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(32))]
         for tp in (1, 2, 4):
             begin = time.monotonic()
-            with LLM(directory, wiring=wiring, tp=tp, device=device, batch=3, chunk=64) as llm:
+            with LLM(directory, wiring=wiring, tp=tp, device=device, max_num_seqs=3, prefill_chunk=64) as llm:
                 tokens = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(32))]
             seconds = time.monotonic() - begin
             line = {"wiring": wiring, "tp": tp, "transport": "gloo" if tp > 1 else None, "seconds": round(seconds, 2)}

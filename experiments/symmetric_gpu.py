@@ -172,7 +172,7 @@ def tokens(tp: int, device: str) -> None:
         with LLM(directory, wiring=wiring) as llm:
             expected = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(TOKENS))]
         begin = time.monotonic()
-        with LLM(directory, wiring=wiring, tp=tp, device=device, wire="symmetric", chunk=64) as llm:
+        with LLM(directory, wiring=wiring, tp=tp, device=device, comm_backend="symmetric", prefill_chunk=64) as llm:
             found = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(TOKENS))]
         line = {"tp": tp, "wiring": wiring, "wire": "symmetric", "seconds": round(time.monotonic() - begin, 2)}
         tell(check="same tokens as one CPU rank", device=device, **line, ok=found == expected)
@@ -228,4 +228,4 @@ if __name__ == "__main__":
     if name == "tokens":
         tokens(tp, device)
     else:
-        run_ranks(tp, torch.device(device), sums, wire="symmetric")
+        run_ranks(tp, torch.device(device), sums, comm_backend="symmetric")

@@ -1,4 +1,6 @@
-"""Devices by their names, checked before anything is put on them."""
+"""Devices by their names, checked before anything is put on them; which dtypes a CPU has."""
+
+import warnings
 
 import torch
 
@@ -16,3 +18,22 @@ def device(name: str) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise LadderError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
     return found
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16 products; without them torch converts, which is slow."""
+    if hasattr(torch.cpu, "get_capabilities"):  # not in the oldest versions that are supported
+        capabilities = torch.cpu.get_capabilities()
+        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def silence_bfloat16_fallback() -> None:
+    """Let torch give its one warning about bfloat16 products on a CPU without them here, where it is ignored.
+
+    On ARM its first product of more than 8 rows tries oneDNN, fails, and warns with a C++ stack trace.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
+        square = torch.zeros(32, 32, dtype=torch.bfloat16)
+        torch.nn.functional.linear(square, square)

@@ -1,5 +1,6 @@
 """Options as dataclass fields: the command line is generated from them, and every value is of its type."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -15,6 +16,13 @@ def option(default: Any, help: str) -> Any:
 def argument(help: str) -> Any:
     """A dataclass field that is given on the command line without a name."""
     return field(metadata={"help": help, "argument": True})
+
+
+def refuse_renamed(given: Iterable[str], renamed: Mapping[str, str]) -> None:
+    """Refuse a name of an earlier version, with the present one named. `renamed`: old name to new name."""
+    for name in given:
+        if name in renamed:
+            raise LadderError(f"{name} was renamed: use {renamed[name]}")
 
 
 def check_types(options: Any) -> None:

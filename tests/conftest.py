@@ -11,7 +11,7 @@ import torch
 
 from ladder.cli import main
 from ladder.comm.emulated import World
-from ladder.engine.nursery import nursery
+from ladder.engine.executors.rank_processes import fork_server
 
 DEGREES = (1, 2, 4, 8)
 HEAVY = ("ladder.train.distill", "ladder.train.scratch", "peft", "tests.training")  # seconds to import
@@ -31,7 +31,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
     """Whoever asks for ranks gets them from here: a process imports nothing then."""
-    nursery(*HEAVY)
+    fork_server(*HEAVY)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from ladder.bench import measure
 from ladder.bench.cells import Cell, Here, cells, lots
 from ladder.bench.measure import Facts, Measured, Turn, figures, in_turns
 from ladder.bench.options import PRESETS, BenchOptions
-from ladder.bench.ranks import told_by_ranks
+from ladder.bench.ranks import stream_ranks
 from ladder.bench.runners import Captured, Plain, pieces
 from ladder.bench.shard import shard
 from ladder.bench.sweep import KEYS, bench, table
@@ -150,7 +150,7 @@ def who_started(comm: Comm, device: torch.device) -> Iterator[tuple[int, bool]]:
 
 def test_ranks_are_forked_from_one_process_and_hear_no_ctrl_c() -> None:
     """Each cell of a sweep starts ranks anew: what they import is imported once."""
-    found = [list(told_by_ranks(2, torch.device("cpu"), who_started)) for _ in range(2)]
+    found = [list(stream_ranks(2, torch.device("cpu"), who_started)) for _ in range(2)]
     (parent, deaf), *others = found[0]
     assert found[0] == found[1] and parent != os.getpid() and deaf and not others
 
@@ -332,10 +332,22 @@ def test_one_rank_by_graphs(batch: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert [graph.replays for graph in made] == ([2, 2, 2, 2] if batch == 1 else [2, 2])  # short prompts have graphs
 
 
-def test_a_rank_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ladder.bench.ranks import Failed, _cause
+def fails(comm: Comm, device: torch.device, error: Exception) -> Iterator[str]:
+    yield "begun"
+    if comm.rank == 1:
+        raise error
+    comm.all_gather(torch.ones(1))  # waits for the other rank
 
-    assert isinstance(_cause(0, Failed("no such thing", True), []), LadderError)
-    monkeypatch.setattr("ladder.bench.ranks.GRACE", 0.0)
-    error = _cause(1, Failed("ValueError: x", False), [])
-    assert isinstance(error, RankError) and str(error) == "rank 1 failed: ValueError: x; all ranks were stopped"
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (LadderError("no such thing"), "no such thing"),
+        (KeyError("x"), "rank 1 failed: KeyError: 'x'; all ranks were stopped"),
+    ],
+)
+def test_a_rank_that_fails(error: Exception, message: str) -> None:
+    results = stream_ranks(2, torch.device("cpu"), fails, error)
+    with pytest.raises(LadderError if isinstance(error, LadderError) else RankError) as raised:
+        assert list(results) == ["begun"]
+    assert str(raised.value) == message

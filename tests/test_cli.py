@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE, Directory
 from ladder.cli import verbs
-from ladder.engine import control
+from ladder.engine.executors import control
 from tests.checkpoints import byte_tokenizer, tiny
 
 Run = Callable[..., tuple[int, str, str]]
@@ -32,7 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_json_lines(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("from a file\n\nand ünother\n", encoding="utf-8")
     arguments = ["--prompt", "abc", "--prompts-file", tmp_path / "prompts.txt", "--token-ids", "5,17,9"]
-    status, out, err = run("generate", "--model", model, *arguments, "--max-new-tokens", 9, "--json", "--batch", 3)
+    status, out, err = run(
+        "generate", "--model", model, *arguments, "--max-new-tokens", 9, "--json", "--max-num-seqs", 3
+    )
     lines = [json.loads(line) for line in out.splitlines()]
     assert (status, err) == (0, "")
     with LLM(model) as llm:
@@ -75,7 +78,7 @@ def test_text_comes_in_the_order_of_the_prompts(run: Run, model: Path) -> None:
 
 def test_every_flag_reaches_the_engine(run: Run, model: Path) -> None:
     flags = "--max-new-tokens 30 --temperature 0.9 --top-k 40 --top-p 0.9 --seed 8 --wiring ladder@1-2 --dtype float64"
-    flags += " --device cpu --tp 2 --link 10us,1GB/s --json"
+    flags += " --device cpu --tp 2 --emulate-link 10us,1GB/s --json"
     _, out, _ = run("generate", "--model", model, "--prompt", "abc", *flags.split())
     with LLM(model, wiring="ladder@1-2", dtype="float64") as llm:
         free = llm.generate(["abc"], SamplingParams(30, 0.9, 40, 0.9, 8))[0]
@@ -153,7 +156,7 @@ BAD = [
     (fifo, "", "model.safetensors is not a file"),
     (as_it_is, f"--model {'x' * 5000}", "no such model directory: xxx"),
     (as_it_is, "--prompt \udcff", "prompt 1 is not valid UTF-8"),
-    (as_it_is, "--link 999s,1GB/s", "unknown link '999s,1GB/s'"),
+    (as_it_is, "--emulate-link 999s,1GB/s", "unknown link '999s,1GB/s'"),
     (as_it_is, "--wiring desync-1000000000x", "unknown wiring 'desync-1000000000x'"),
     (as_it_is, "--tp x", "Invalid value for '--tp'"),
     (as_it_is, "--seed 1.5", "Invalid value for '--seed'"),
@@ -165,8 +168,8 @@ BAD = [
     (as_it_is, "--wiring rope", "unknown wiring 'rope'"),
     (as_it_is, "--tp 3", "3 ranks cannot share 8 heads.*the degrees that work are 1, 2, 4, 8"),
     (as_it_is, "--tp 0", "tp must be at least 1, not 0"),
-    (as_it_is, "--link fast", "unknown link 'fast'"),
-    (as_it_is, "--link 5us,0GB/s", "unknown link"),
+    (as_it_is, "--emulate-link fast", "unknown link 'fast'"),
+    (as_it_is, "--emulate-link 5us,0GB/s", "unknown link"),
     (as_it_is, "--dtype int8", "unknown dtype 'int8'"),
     (as_it_is, "--device tpu", "device 'tpu'"),
     (as_it_is, "--device cuda:99", "device 'cuda:99' is not there"),
@@ -298,6 +301,27 @@ def test_eval_refuses(run: Run, model: Path, flags: tuple[str, ...], message: st
 @pytest.mark.parametrize("rank, drawn", [(None, True), (0, True), (1, False)])
 def test_one_bar_of_many_ranks(rank: int | None, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs.Console, "is_terminal", True)
-    world = None if rank is None else control.World(rank, 2, rank, 2)
-    monkeypatch.setattr(control, "torchrun_world", lambda: world)
+    own = None if rank is None else control.TorchrunRank(rank, 2, rank, 2)
+    monkeypatch.setattr(control, "torchrun_rank", lambda: own)
     assert verbs._bar().disable is not drawn
+
+
+@pytest.mark.parametrize("old, new", [
+    ("--wire", "--comm-backend"),
+    ("--link", "--emulate-link"),
+    ("--batch", "--max-num-seqs"),
+    ("--chunk", "--prefill-chunk"),
+])  # fmt: skip
+def test_old_options_are_refused_with_the_new_one_named(run: Run, model: Path, old: str, new: str) -> None:
+    for given in ([old, "4"], [f"{old}=4"]):
+        status, out, err = run("generate", "--model", model, "--prompt", "abc", *given)
+        assert (status, out, err) == (2, "", f"ladder: {old} was renamed: use {new}\n")
+
+
+def test_the_tables_of_renamed_options_name_options() -> None:
+    """A verb has the old option or the new one, never both or neither."""
+    commands = typer.main.get_command(verbs.app).commands  # type: ignore[attr-defined]
+    for verb, table in verbs.RENAMED.items():
+        options = {option for parameter in commands[verb].params for option in parameter.opts}
+        for old, new in table.items():
+            assert (old in options) != (new in options), (verb, old, new)

@@ -9,7 +9,7 @@ import torch
 
 from ladder.config import SIZES, ModelConfig, Rope
 from ladder.engine.options import EngineOptions
-from ladder.engine.requests import Opened
+from ladder.engine.setup import Setup
 from ladder.errors import LadderError
 from ladder.layers.rope import frequencies
 from ladder.model import Decoder
@@ -182,7 +182,7 @@ def test_the_degree_that_a_checkpoint_was_trained_for(tmp_path: Path) -> None:
     config = ModelConfig.from_directory(directory)
     assert config.ranks == 2 and config.to_hf()["wiring_ranks"] == 2
     assert config.rewired("ladder").ranks == 1 and "wiring_ranks" not in config.rewired("ladder").to_hf()
-    assert Opened(EngineOptions(directory, tp=2), tokenizer=False).config.ranks == 2
+    assert Setup(EngineOptions(directory, tp=2), tokenizer=False).config.ranks == 2
     with pytest.raises(LadderError, match="was trained for 2 ranks, not 4: give --tp 2"):
-        Opened(EngineOptions(directory, tp=4), tokenizer=False)
-    assert Opened(EngineOptions(directory, wiring="ladder", tp=4), tokenizer=False).config.ranks == 1
+        Setup(EngineOptions(directory, tp=4), tokenizer=False)
+    assert Setup(EngineOptions(directory, wiring="ladder", tp=4), tokenizer=False).config.ranks == 1

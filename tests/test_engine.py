@@ -23,7 +23,7 @@ from tests.threads import threaded
 
 SHARED = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard:2 ladder:2")  # the same at every degree
 OWN = ("desync-2x", "none")  # another function at every degree
-SMALL = {"batch": 3, "chunk": 8}  # so that requests wait, and prompts are read in pieces
+SMALL: dict[str, Any] = {"max_num_seqs": 3, "prefill_chunk": 8}  # so that requests wait, and prompts are read in pieces
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def visit(llm: LLM, guests: list[Guest]) -> list[list[int]]:
                 leave(llm, ids, number, ended)
     assert llm.poll() == []
     llm.generate([[1]], SamplingParams(1))  # the ranks have heard of the last who went
-    assert llm.free_slots == llm.opened.options.batch
+    assert llm.free_slots == llm.setup.options.max_num_seqs
     return tokens
 
 
@@ -130,7 +130,7 @@ def test_processes_say_what_one_process_says(model: Path, wiring: str, tp: int) 
     parties = [party(chance, count) for count in (1, chance.randint(2, 7), 10)]
     with LLM(model, wiring=wiring) as llm:
         expected = [[alone(llm, guest) for guest in guests] for guests in parties]
-    with LLM(model, wiring=wiring, tp=tp, batch=6, chunk=16) as llm:
+    with LLM(model, wiring=wiring, tp=tp, max_num_seqs=6, prefill_chunk=16) as llm:
         assert [visit(llm, guests) for guests in parties] == expected
 
 
@@ -148,7 +148,7 @@ def test_processes_say_what_emulated_ranks_say(model: Path, wiring: str) -> None
 @pytest.fixture(scope="module")
 def pair(model: Path) -> Iterator[LLM]:
     """Two processes, and little patience."""
-    with LLM(model, wiring="ladder", tp=2, batch=3, chunk=8, timeout=4.0) as llm:
+    with LLM(model, wiring="ladder", tp=2, max_num_seqs=3, prefill_chunk=8, timeout=4.0) as llm:
         yield llm
         assert llm.free_slots == 3  # whatever the tests left behind
 
@@ -191,7 +191,7 @@ def test_a_stop_text_frees_the_slot(pair: LLM, solo: LLM) -> None:
     text = solo.generate([[5, 17]], SamplingParams(20))[0].text or ""
     params = SamplingParams(400, stop=(text[2:4],))
     assert pair.generate([[5, 17]], params) == solo.generate([[5, 17]], params)
-    assert pair.free_slots == 3 and solo.free_slots == solo.opened.options.batch
+    assert pair.free_slots == 3 and solo.free_slots == solo.setup.options.max_num_seqs
 
 
 def test_cancelling(pair: LLM, solo: LLM) -> None:
@@ -215,7 +215,7 @@ def test_cancelling(pair: LLM, solo: LLM) -> None:
 def test_who_has_left_is_not_heard_of(name: str, request: pytest.FixtureRequest) -> None:
     """Chunks that wait for somebody who left are gone; asking for free slots loses nobody's."""
     llm: LLM = request.getfixturevalue(name)
-    slots, params = llm.opened.options.batch, SamplingParams(9)
+    slots, params = llm.setup.options.max_num_seqs, SamplingParams(9)
     expected = llm.generate([[2]], params)[0].token_ids
     left, ended, stays = (
         llm.submit([1], SamplingParams(400)),
@@ -313,8 +313,12 @@ def test_sampling_params_of_the_wrong_type(options: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"batch": 2.5}, "batch must be int, not 2.5"),
-    ({"link": 5}, "link must be str or None, not 5"),
+    ({"max_num_seqs": 2.5}, "max_num_seqs must be int, not 2.5"),
+    ({"batch": 2}, "batch was renamed: use max_num_seqs"),
+    ({"chunk": 2}, "chunk was renamed: use prefill_chunk"),
+    ({"wire": "gloo"}, "wire was renamed: use comm_backend"),
+    ({"link": "1us,1GB/s"}, "link was renamed: use emulate_link"),
+    ({"emulate_link": 5}, "emulate_link must be str or None, not 5"),
     ({"device": None}, "device must be str, not None"),
     ({"timeout": float("inf")}, "timeout must be at most"),
 ])  # fmt: skip

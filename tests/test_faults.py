@@ -27,11 +27,11 @@ from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE, load
-from ladder.engine.core import Core
+from ladder.engine.executors.multi_process import MultiProcessExecutor
+from ladder.engine.executors.worker import run_rank
+from ladder.engine.model_runner import ModelRunner
 from ladder.engine.options import EngineOptions
-from ladder.engine.processes import Processes
-from ladder.engine.rank import run_rank
-from ladder.engine.requests import Opened
+from ladder.engine.setup import Setup
 from ladder.errors import LadderError, RankError
 from tests.checkpoints import tiny
 
@@ -91,10 +91,10 @@ def ranks(
     model: Path, answer: list[int], target: Callable[..., None] = run_rank, **options: Any
 ) -> Iterator[tuple[LLM, list[int]]]:
     """An LLM that has answered rightly, and its ranks' processes; afterwards these are gone and the port is free."""
-    opened = Opened(EngineOptions(model, **{"tp": 2, "batch": 4, **options}))
-    processes = Processes(opened, target=target)
-    port, pids = processes._store.port, processes.pids
-    with LLM.over(opened, processes) as llm:
+    setup = Setup(EngineOptions(model, **{"tp": 2, "max_num_seqs": 4, **options}))
+    processes = MultiProcessExecutor(setup, target=target)
+    port, pids = processes.port, processes.pids
+    with LLM.over(setup, processes) as llm:
         assert llm.generate([PROMPT], SHORT)[0].token_ids == answer
         assert pids == rank_pids() and not any(state(pid)[0] in "ZX" for pid in pids)
         yield llm, pids
@@ -105,14 +105,14 @@ def ranks(
 
 def in_step(harm: Callable[[], object], number: int) -> None:
     """Come to harm in the step of this number."""
-    original, steps = Core.step, count(1)
-    patch.object(Core, "step", lambda core: harm() if next(steps) == number else original(core)).start()
+    original, steps = ModelRunner.step, count(1)
+    patch.object(ModelRunner, "step", lambda runner: harm() if next(steps) == number else original(runner)).start()
 
 
 def in_load(harm: Callable[[], Any]) -> None:
     """Come to harm when a first weight has been read."""
     broken = lambda model, source, check, _: load(model, source, check, lambda _: harm())  # noqa: E731
-    patch("ladder.engine.rank.load", broken).start()
+    patch("ladder.engine.executors.worker.load", broken).start()
 
 
 def self_signal(number: signal.Signals) -> None:
@@ -244,17 +244,19 @@ def test_fails_while_it_works(
     (fail, "failed: ZeroDivisionError: a bug in a rank"),
 ], ids=["killed", "stopped", "raises"])  # fmt: skip
 def test_while_it_loads(model: Path, harm: Callable[[], object], message: str) -> None:
-    opened = Opened(EngineOptions(model, tp=2, timeout=3.0))
+    setup = Setup(EngineOptions(model, tp=2, timeout=3.0))
     with pytest.raises(RankError) as error:
-        Processes(opened, target=partial(harmed, 1, partial(in_load, harm)))
+        MultiProcessExecutor(setup, target=partial(harmed, 1, partial(in_load, harm)))
     assert str(error.value) == f"rank 1 {message}; all ranks were stopped"
     assert rank_pids() == []
 
 
 def count_threads(out: Path, rank: int, *arguments: Any) -> None:
     """`run_rank`, which leaves a note of how many threads a step has."""
-    original = Core.step
-    patch.object(Core, "step", lambda core: (out.write_text(str(torch.get_num_threads())), original(core))[1]).start()
+    original = ModelRunner.step
+    patch.object(
+        ModelRunner, "step", lambda runner: (out.write_text(str(torch.get_num_threads())), original(runner))[1]
+    ).start()
     run_rank(rank, *arguments)
 
 
@@ -270,7 +272,7 @@ def test_a_caller_whose_progress_raises(model: Path) -> None:
         raise ZeroDivisionError("the caller's own")
 
     with pytest.raises(ZeroDivisionError, match="the caller's own"):
-        Processes(Opened(EngineOptions(model, tp=2)), progress)
+        MultiProcessExecutor(Setup(EngineOptions(model, tp=2)), progress)
     assert rank_pids() == []
 
 
@@ -298,7 +300,7 @@ def test_bad_weights_are_the_users_business(tmp_path: Path) -> None:
 @contextmanager
 def command(model: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """`ladder generate --tp 2` with minutes of work, in a session of its own."""
-    flags = ["--model", str(model), "--tp", "2", "--batch", "4", "--max-new-tokens", "480", *more]
+    flags = ["--model", str(model), "--tp", "2", "--max-num-seqs", "4", "--max-new-tokens", "480", *more]
     flags += ["--token-ids=5,17,9"] * len(MANY)
     begin = [sys.executable, "-m", "ladder", "generate", *flags]
     as_from_a_terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

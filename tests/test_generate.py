@@ -1,12 +1,19 @@
 """Generation in one process: company does not matter, streams add up, stops stop, ranks agree."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from ladder import LLM, SamplingParams
+from ladder.devices import cpu_multiplies_bfloat16
+from ladder.engine.options import EngineOptions
 from ladder.engine.sampling import Sampler, filtered
+from ladder.engine.setup import Setup
 from ladder.engine.text import Text
 from ladder.errors import LadderError
 from tests.checkpoints import END, byte_tokenizer, tiny
@@ -47,7 +54,7 @@ def test_wirings_differ_and_the_checkpoint_chooses(directory: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("params", [SamplingParams(40), SamplingParams(40, 0.9, 50, 0.95, seed=3)], ids=str)
 def test_company_does_not_matter(directory: Path, params: SamplingParams) -> None:
-    with LLM(directory, batch=3) as llm:
+    with LLM(directory, max_num_seqs=3) as llm:
         together = llm.generate(PROMPTS, params)
         alone = [llm.generate([prompt], params)[0] for prompt in PROMPTS]
     assert together == alone
@@ -114,6 +121,79 @@ def test_unfinished_bytes_appear_at_the_end() -> None:
     grown = Text(tokenizer, ())
     assert [grown.add(token) for token in tokenizer("🎈").input_ids[:3]] == ["", "", ""]
     assert "\ufffd" in grown.finish()
+
+
+def test_a_tokenizer_written_in_python_gives_the_same_pieces() -> None:
+    """transformers has some that are not of the tokenizers library, and cannot stream."""
+
+    class Plain:
+        decode = staticmethod(byte_tokenizer().decode)
+
+    tokens = byte_tokenizer()("hello wörld €uro 🎈 end").input_ids
+    fast, plain = Text(byte_tokenizer(), ("end",)), Text(Plain(), ("end",))
+    assert [fast.add(token) for token in tokens] == [plain.add(token) for token in tokens]
+    assert fast.stopped and plain.stopped and fast.finish() == plain.finish()
+
+
+def test_bytes_that_are_no_characters_end_no_stream() -> None:
+    """A byte-fallback decoder takes back characters when an invalid byte follows them: what comes later is right."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "b": 257}
+    inner = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
+    grown = Text(PreTrainedTokenizerFast(tokenizer_object=inner), ())
+    pieces = [grown.add(token) for token in (0x28, 0xF0, 256, 257, 256)]
+    assert pieces[0] == "(" and pieces[-2:] == ["b", "a"] and grown.finish() == ""
+
+
+@pytest.mark.parametrize("native, dtype, expected", [
+    (False, "auto", "float32"),
+    (True, "auto", "bfloat16"),
+    (False, "bfloat16", "bfloat16"),
+    (False, "float16", "float16"),
+])  # fmt: skip
+def test_auto_is_float32_where_a_cpu_has_no_bf16_products(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    native: bool,
+    dtype: str,
+    expected: str,
+) -> None:
+    tiny(tmp_path, dtype="bfloat16")
+    monkeypatch.setattr("ladder.engine.setup.cpu_multiplies_bfloat16", lambda: native)
+    with caplog.at_level("INFO"):
+        assert Setup(EngineOptions(tmp_path, dtype=dtype)).config.dtype == expected
+    logged = [record.message for record in caplog.records]
+    assert logged == ["dtype auto: float32 instead of bfloat16, this CPU has no bf16 products"] * (
+        expected == "float32"
+    )
+
+
+@pytest.mark.parametrize("found, expected", [
+    ({"avx512_bf16": True, "bf16": False}, True),
+    ({"architecture": "arm64", "bf16": True}, True),
+    ({"architecture": "arm64", "bf16": False, "sve_bf16": False}, False),
+    ({"avx2": True}, False),
+])  # fmt: skip
+def test_which_cpus_multiply_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, object], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert cpu_multiplies_bfloat16() is expected
+
+
+def test_bfloat16_makes_no_noise(tmp_path: Path) -> None:
+    """torch warns once a process about products of more than 8 rows on some CPUs: in a process of its own."""
+    model = tiny(tmp_path)
+    program = f"""
+import warnings
+from ladder import LLM, SamplingParams
+warnings.simplefilter("error", UserWarning)
+with LLM({str(model)!r}, dtype="bfloat16") as llm:
+    llm.generate([[5, 17, 9] * 8], SamplingParams(2))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_sampling_follows_the_distribution() -> None:
@@ -200,7 +280,7 @@ def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
     tiny(tmp_path, tokenizer=False)
     byte_tokenizer(extra=3, begin=True).save_pretrained(tmp_path)
     with LLM(tmp_path) as llm:
-        assert llm.opened.requests(["", "a"], SamplingParams())[0].tokens == (259,)
+        assert llm.setup.requests(["", "a"], SamplingParams())[0].tokens == (259,)
         assert llm.generate(["a"])[0].token_ids == llm.generate([[259, *byte_tokenizer()("a").input_ids]])[0].token_ids
 
 
@@ -209,7 +289,7 @@ def test_a_timed_link_takes_time_and_changes_nothing(directory: Path) -> None:
     from time import monotonic
 
     params = SamplingParams(1)
-    with threaded(directory, tp=2) as free, threaded(directory, tp=2, link="20ms,1GB/s") as timed:
+    with threaded(directory, tp=2) as free, threaded(directory, tp=2, emulate_link="20ms,1GB/s") as timed:
         expected = free.generate(["abc"], params)
         begin = monotonic()
         assert timed.generate(["abc"], params) == expected

@@ -32,7 +32,7 @@ def test_same_tokens_with_kernels(tmp_path: Path, wiring: str, temperature: floa
     params = SamplingParams(200, temperature, seed=3)
     found = []
     for kernels in (False, True):
-        with LLM(directory, device="cuda", batch=5, chunk=64, kernels=kernels) as llm:
+        with LLM(directory, device="cuda", max_num_seqs=5, prefill_chunk=64, kernels=kernels) as llm:
             found.append([result.token_ids for result in llm.generate(PROMPTS, params)])
             passes = llm._executor._core._passes  # type: ignore[attr-defined]
             assert (passes._graphs is not None) == kernels  # so that equal tokens mean something

@@ -13,11 +13,11 @@ from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
 from ladder.engine import graphs
-from ladder.engine.core import Add, Core
+from ladder.engine.model_runner import AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
-from ladder.engine.requests import Opened
 from ladder.engine.sampling import likeliest
-from ladder.engine.scheduler import Job
+from ladder.engine.scheduler import SequenceSpec
+from ladder.engine.setup import Setup
 from ladder.errors import LadderError
 from ladder.kernels.ops import Ops, Twins
 from ladder.model import Decoder
@@ -29,11 +29,11 @@ PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, 
 def tokens(comm: Comm, ops: Ops | None, params: SamplingParams, wiring: str) -> dict[int, list[int | None]]:
     """What each of the prompts is answered with; three slots, so that some wait, and a cache that grows."""
     config = ModelConfig.named("tiny").rewired(wiring)
-    core = Core(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, ops=ops)
-    core.tell(Add(Job(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 2))
+    runner = ModelRunner(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, ops=ops)
+    runner.apply(AddSequence(SequenceSpec(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 2))
     found: dict[int, list[int | None]] = {}
-    while core.busy:
-        for token in core.step():
+    while runner.busy:
+        for token in runner.step():
             found.setdefault(token.id, []).append(token.token)
     return found
 
@@ -67,7 +67,7 @@ class Recorded:
 
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """Batches filled up with lines for the spare slot, prompts filled up at their end, a cache that outgrows graphs."""
+    """Batches filled up with the spare slot, prompts filled up at their end, a cache that outgrows graphs."""
     made: list[str] = []
 
     def capture(step: Callable[[], Any], device: torch.device) -> tuple[Recorded, Any]:
@@ -80,11 +80,13 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
     long = [[9] * 250, [3] * 20]  # grows the cache from 256 positions while steps are under way
     found = []
     for ops, captured in ((None, False), (Twins(), True)):
-        core = Core(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 3, 512, ops, captured)
-        core.tell(Add(Job(id, tuple(prompt), 16, params)) for id, prompt in enumerate([*PROMPTS, *long]))
+        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 3, 512, ops, captured)
+        runner.apply(
+            AddSequence(SequenceSpec(id, tuple(prompt), 16, params)) for id, prompt in enumerate([*PROMPTS, *long])
+        )
         tokens: dict[int, list[int | None]] = {}
-        while core.busy:
-            for token in core.step():
+        while runner.busy:
+            for token in runner.step():
                 tokens.setdefault(token.id, []).append(token.token)
         found.append(tokens)
     assert found[0] == found[1]
@@ -102,7 +104,7 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"chip": "x"}\n')
     for path, message in ((tmp_path / "bad.jsonl", "no table of tuned kernels"), (tmp_path / "absent", "No such file")):
         with pytest.raises(LadderError, match=message):
-            Opened(EngineOptions(model, tuned=path))
+            Setup(EngineOptions(model, tuned=path))
     (tmp_path / "good.jsonl").write_text("")
     with pytest.raises(LadderError, match="are for GPUs"):
-        Opened(EngineOptions(model, tuned=tmp_path / "good.jsonl"))
+        Setup(EngineOptions(model, tuned=tmp_path / "good.jsonl"))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder.engine.options import SamplingParams
-from ladder.engine.scheduler import Job, Pass, Scheduler, finish_reason
+from ladder.engine.scheduler import ScheduledBatch, Scheduler, SequenceSpec, finish_reason
 
 END = 7  # the token that ends a job early
 PARAMS = SamplingParams()
@@ -53,7 +53,7 @@ def live(slots: int, chunk: int, plans: list[Plan]) -> History:
     while history.steps <= max(plan.comes for plan in plans) or scheduler.busy:
         for id, plan in enumerate(plans):
             if plan.comes == history.steps:
-                scheduler.add(Job(id, prompt(id, plan.length), plan.limit, PARAMS))
+                scheduler.add(SequenceSpec(id, prompt(id, plan.length), plan.limit, PARAMS))
                 here.add(id)
             if plan.goes == history.steps:
                 scheduler.drop(id)  # too early, in time, or too late
@@ -64,56 +64,56 @@ def live(slots: int, chunk: int, plans: list[Plan]) -> History:
         assert {job.id for job in scheduler.waiting} | scheduler.running.keys() == here
         history.steps += 1
         assert history.steps < 31 + sum(plan.length + plan.limit for plan in plans), "somebody starves"
-    assert not here and scheduler.continuing() is None and scheduler.beginning() is None
+    assert not here and scheduler.decode_batch() is None and scheduler.prefill_batch() is None
     assert sorted(scheduler.free) == list(range(slots))
     return history
 
 
 def check_slots(scheduler: Scheduler, slots: int) -> None:
-    used = [line.slot for line in scheduler.running.values()]
+    used = [sequence.slot for sequence in scheduler.running.values()]
     assert sorted(used + scheduler.free) == list(range(slots))
 
 
 def step(scheduler: Scheduler, history: History, here: set[int], plans: list[Plan]) -> None:
-    for line in scheduler.admit():
-        assert (line.fed, line.new) == (0, [])
-        history.admitted.append(line.job.id)
-        history.pieces[line.job.id], history.new[line.job.id] = [], []
+    for sequence in scheduler.admit():
+        assert (sequence.prefilled, sequence.new) == (0, [])
+        history.admitted.append(sequence.spec.id)
+        history.pieces[sequence.spec.id], history.new[sequence.spec.id] = [], []
     assert not (scheduler.waiting and scheduler.free)
-    reading = [line.job.id for line in scheduler.running.values() if not line.new]
-    going_on = {line.job.id for line in scheduler.running.values() if line.new}
-    fed = {line.job.id: line.fed for line in scheduler.running.values()}
-    later, first = scheduler.continuing(), scheduler.beginning()
+    reading = [sequence.spec.id for sequence in scheduler.running.values() if not sequence.new]
+    going_on = {sequence.spec.id for sequence in scheduler.running.values() if sequence.new}
+    fed = {sequence.spec.id: sequence.prefilled for sequence in scheduler.running.values()}
+    later, first = scheduler.decode_batch(), scheduler.prefill_batch()
     # who has a token gets the next one in every step; of those who read, the oldest or the one of whom least was read
-    assert {line.job.id for line in (later.lines if later else ())} == going_on
+    assert {sequence.spec.id for sequence in (later.sequences if later else ())} == going_on
     assert bool(reading) == (first is not None)
     if first is not None:
-        chosen = [line.job.id for line in first.lines]
+        chosen = [sequence.spec.id for sequence in first.sequences]
         oldest_first = chosen == reading[: len(chosen)]
         assert oldest_first or chosen == sorted(reading, key=fed.__getitem__)[: len(chosen)]
         assert oldest_first or not history.passed_over, "the oldest was passed over twice"
         history.passed_over = not oldest_first
     if first is not None:
-        assert len(first.lines) * max(map(len, first.tokens)) <= scheduler.chunk
-        for line, piece in zip(first.lines, first.tokens, strict=True):
-            history.pieces[line.job.id].append(piece)
+        assert len(first.sequences) * max(map(len, first.tokens)) <= scheduler.chunk
+        for sequence, piece in zip(first.sequences, first.tokens, strict=True):
+            history.pieces[sequence.spec.id].append(piece)
     for work in (later, first):
         if work is not None:
             answer(scheduler, history, here, plans, work)
 
 
-def answer(scheduler: Scheduler, history: History, here: set[int], plans: list[Plan], work: Pass) -> None:
-    """A token for every line whose prompt has been read."""
-    assert work.slots == [line.slot for line in work.lines] and len(set(work.slots)) == len(work.slots)
-    for line, tokens in zip(work.lines, work.tokens, strict=True):
-        id, own = line.job.id, history.new[line.job.id]
+def answer(scheduler: Scheduler, history: History, here: set[int], plans: list[Plan], work: ScheduledBatch) -> None:
+    """A token for every sequence whose prompt has been read."""
+    assert work.slots == [sequence.slot for sequence in work.sequences] and len(set(work.slots)) == len(work.slots)
+    for sequence, tokens in zip(work.sequences, work.tokens, strict=True):
+        id, own = sequence.spec.id, history.new[sequence.spec.id]
         if own:
             assert tokens == (own[-1],)
-        elif line.fed < len(line.job.tokens):
+        elif sequence.prefilled < len(sequence.spec.tokens):
             continue
         own.append(END if len(own) + 1 == plans[id].ends else 10 + len(own))
-        line.new.append(own[-1])
-        if reason := finish_reason(line, (END,)):
+        sequence.new.append(own[-1])
+        if reason := finish_reason(sequence, (END,)):
             history.finished[id] = reason
             scheduler.drop(id)
             here.discard(id)
@@ -149,28 +149,28 @@ def test_alone(chunk: int, length: int, limit: int) -> None:
 def test_short_prompts_share_a_pass() -> None:
     scheduler = Scheduler(slots=8, chunk=12)
     for id, length in enumerate((4, 3, 4, 1, 30, 2)):
-        scheduler.add(Job(id, prompt(id, length), 1, PARAMS))
+        scheduler.add(SequenceSpec(id, prompt(id, length), 1, PARAMS))
     scheduler.admit()
-    first = scheduler.beginning()
+    first = scheduler.prefill_batch()
     assert first is not None and [len(piece) for piece in first.tokens] == [4, 3, 4]
 
 
 def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
     scheduler = Scheduler(slots=2, chunk=4)
     for id, length in enumerate((400, 3)):
-        scheduler.add(Job(id, prompt(id, length), 1, PARAMS))
+        scheduler.add(SequenceSpec(id, prompt(id, length), 1, PARAMS))
         scheduler.admit()
-    passes = [scheduler.beginning(), scheduler.beginning()]
-    assert [[line.job.id for line in work.lines] for work in passes if work is not None] == [[0], [1]]
+    passes = [scheduler.prefill_batch(), scheduler.prefill_batch()]
+    assert [[sequence.spec.id for sequence in work.sequences] for work in passes if work is not None] == [[0], [1]]
 
 
 def test_the_lowest_slot_is_taken_first_and_unknown_jobs_are_no_error() -> None:
     scheduler = Scheduler(slots=3, chunk=4)
     scheduler.drop(5)
     for id in range(3):
-        scheduler.add(Job(id, prompt(id, 1), 1, PARAMS))
-    assert [line.slot for line in scheduler.admit()] == [0, 1, 2]
+        scheduler.add(SequenceSpec(id, prompt(id, 1), 1, PARAMS))
+    assert [sequence.slot for sequence in scheduler.admit()] == [0, 1, 2]
     for id in (2, 0, 0):
         scheduler.drop(id)
-    scheduler.add(Job(3, prompt(3, 1), 1, PARAMS))
-    assert [line.slot for line in scheduler.admit()] == [0] and scheduler.free == [2]
+    scheduler.add(SequenceSpec(3, prompt(3, 1), 1, PARAMS))
+    assert [sequence.slot for sequence in scheduler.admit()] == [0] and scheduler.free == [2]

@@ -110,7 +110,7 @@ def test_two_thousand_requests(tmp_path: Path) -> None:
     model = tiny(tmp_path, "ladder", eos=(), layers=2)
     chance = random.Random(0)
     guests = [draw(chance) for _ in range(REQUESTS)]
-    with LLM(model, tp=2, batch=SLOTS, chunk=64) as llm:
+    with LLM(model, tp=2, max_num_seqs=SLOTS, prefill_chunk=64) as llm:
         used = []
         for part in (guests[: REQUESTS // 2], guests[REQUESTS // 2 :]):
             serve(llm, part)

@@ -67,7 +67,7 @@ def test_only_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
         yield Turn(len(todo) * 3, "all at once")
         yield from (Measured(cell, {"tpot_ms_p50": 2.0, "repetitions": cell.repetitions}) for cell in todo)
 
-    monkeypatch.setattr(sweep, "told_by_ranks", ranks)
+    monkeypatch.setattr(sweep, "stream_ranks", ranks)
     heard: list[tuple[int, int, str]] = []
     rows = list(bench(given, lambda *what: heard.append(what)))
     assert asked == [cell for cell in planned if cell.batch == 3 or cell.arm == "none"]

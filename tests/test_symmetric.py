@@ -150,14 +150,14 @@ def decide(rank: int, size: int, directory: str) -> None:
 
 def test_all_ranks_fall_back_together(tmp_path: Path) -> None:
     reasons = {
-        "on a CPU": "rank 0: it is between GPUs, not on cpu",
+        "on a CPU": "rank 0: it connects GPUs, the device is cpu",
         "no memory on one rank": "rank 1: no memory",
         "no meeting on one rank": "rank 1: no meeting",
         "two machines": "rank 0: the ranks are on 2 machines",
     }
     for found in in_processes(decide, 2, tmp_path):
         for name, reason in reasons.items():
-            assert found[name] == [True, f"symmetric memory cannot be had, {reason}: leave the wire to auto"]
+            assert found[name] == [True, f"symmetric memory cannot be had, {reason}: leave --comm-backend to auto"]
         assert found["after"] == 2.0
         assert found["calls without memory"] == ["memory"] * 2  # nobody went on to a meeting that could not be
         assert found["calls without meeting"] == ["memory", "meeting"] * 2
@@ -277,7 +277,9 @@ def sums(comm: Comm, device: torch.device) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_of_ranks_that_share_a_gpu(size: int) -> None:
     names = "import torch; from ladder.bench.ranks import run_ranks; from tests.test_symmetric import sums"
-    done = python(["-c", f"{names}; run_ranks({size}, torch.device('cuda:0'), sums, wire='symmetric')"], told=True)
+    done = python(
+        ["-c", f"{names}; run_ranks({size}, torch.device('cuda:0'), sums, comm_backend='symmetric')"], told=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -298,15 +300,25 @@ def test_tokens_of_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     with LLM(model, wiring="ladder") as llm:
         expected = llm.generate([[5, 17, 9]], SamplingParams(8))[0].token_ids
     arguments = ["--model", str(model), "--wiring", "ladder", "--token-ids", "5,17,9", "--max-new-tokens", "8"]
-    done = ladder([*arguments, "--json", "--tp", "2", "--device", "cuda:0", "--wire", "symmetric"], told=True)
+    done = ladder([*arguments, "--json", "--tp", "2", "--device", "cuda:0", "--comm-backend", "symmetric"], told=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == expected
 
 
 @needs_gpu
 def test_a_shared_gpu_is_refused(tmp_path: Path) -> None:
-    arguments = ["--model", str(tiny(tmp_path)), "--token-ids", "5", "--tp", "2", "--device", "cuda:0", "--wire"]
+    arguments = [
+        "--model",
+        str(tiny(tmp_path)),
+        "--token-ids",
+        "5",
+        "--tp",
+        "2",
+        "--device",
+        "cuda:0",
+        "--comm-backend",
+    ]
     done = ladder([*arguments, "symmetric"], told=False)
     assert done.returncode == 2 and "symmetric memory cannot be had, rank 0: " in done.stderr
     done = ladder([*arguments, "nccl"], told=False)
-    assert done.returncode == 2 and "wire 'nccl' needs a GPU for every rank" in done.stderr
+    assert done.returncode == 2 and "comm_backend 'nccl' needs a GPU for every rank" in done.stderr

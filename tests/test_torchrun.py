@@ -158,7 +158,7 @@ def test_refused_before_the_ranks_meet(
 
 def test_a_rank_is_killed(model: Path) -> None:
     """torchrun ends the other rank, which has one sentence to say at most."""
-    with torchrun(model, *ONE_NODE, prompts=[[1]] * 400, more="--batch 1") as run:
+    with torchrun(model, *ONE_NODE, prompts=[[1]] * 400, more="--max-num-seqs 1") as run:
         assert run.first_line()
         os.kill(run.rank(0), signal.SIGKILL)
         begin = time.monotonic()
@@ -181,7 +181,7 @@ def as_rank(told: dict[str, str], out: Path, arguments: list[str]) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_and_nobody_ends_the_other(model: Path, rank: int, tmp_path: Path) -> None:
     """It ends by itself, with one sentence."""
-    arguments = ["generate", "--model", str(model), "--wiring", "ladder", "--json", "--batch", "1"]
+    arguments = ["generate", "--model", str(model), "--wiring", "ladder", "--json", "--max-num-seqs", "1"]
     arguments += ["--max-new-tokens", str(NEW), *["--token-ids=1"] * 400]
     context = get_context("forkserver")
     told = [(each, tmp_path / str(number), arguments) for number, each in enumerate(world(2))]
@@ -209,7 +209,7 @@ def test_a_second_world_at_the_same_port(model: Path, answers: list[dict[str, ob
     port = free_port()
     flags = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     prompts = [*PROMPTS, *[[1]] * 40]  # so that the ranks are there for a while
-    with torchrun(model, *flags, prompts=prompts, more="--batch 2 --chunk 8") as first:
+    with torchrun(model, *flags, prompts=prompts, more="--max-num-seqs 2 --prefill-chunk 8") as first:
         begun = first.first_line()
         ranks = [first.rank(local) for local in (0, 1)]
         for pid in ranks:  # they wait, so that the other finds them there

@@ -7,36 +7,36 @@ from typing import Any
 
 from ladder import LLM
 from ladder.comm.emulated import World
-from ladder.engine.core import Command, Token
+from ladder.engine.executors.worker import make_model_runner
+from ladder.engine.model_runner import Command, NewToken
 from ladder.engine.options import EngineOptions
-from ladder.engine.rank import make_core
-from ladder.engine.requests import Opened
+from ladder.engine.setup import Setup
 
 
 class Threads:
     """An executor whose ranks are threads; they must come to the same tokens."""
 
-    def __init__(self, opened: Opened) -> None:
-        self._world = World(opened.options.tp)
-        self._told: list[Command] = []
-        self._cores = self._world.run(lambda comm: make_core(opened, comm, opened.device, None))
+    def __init__(self, setup: Setup) -> None:
+        self._world = World(setup.options.tp)
+        self._commands: list[Command] = []
+        self._runners = self._world.run(lambda comm: make_model_runner(setup, comm, setup.device, None))
 
     @property
     def free_slots(self) -> int:
-        self._hear()
-        return self._cores[0].free_slots
+        self._apply()
+        return self._runners[0].free_slots
 
-    def tell(self, commands: Sequence[Command]) -> None:
-        self._told += commands
+    def send(self, commands: Sequence[Command]) -> None:
+        self._commands += commands
 
-    def _hear(self) -> None:
-        told, self._told = self._told, []
-        for core in self._cores:
-            core.tell(told)
+    def _apply(self) -> None:
+        commands, self._commands = self._commands, []
+        for runner in self._runners:
+            runner.apply(commands)
 
-    def poll(self) -> list[Token]:
-        self._hear()
-        first, *others = self._world.run(lambda comm: self._cores[comm.rank].step())
+    def poll(self) -> list[NewToken]:
+        self._apply()
+        first, *others = self._world.run(lambda comm: self._runners[comm.rank].step())
         assert all(other == first for other in others)
         return first
 
@@ -47,6 +47,6 @@ class Threads:
 @contextmanager
 def threaded(model: Path, **options: Any) -> Iterator[LLM]:
     """`LLM(model, **options)`, its ranks emulated."""
-    opened = Opened(EngineOptions(model, **options))
-    with LLM.over(opened, Threads(opened)) as llm:
+    setup = Setup(EngineOptions(model, **options))
+    with LLM.over(setup, Threads(setup)) as llm:
         yield llm

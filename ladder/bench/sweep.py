@@ -19,7 +19,7 @@ from ladder.bench.cells import Cell, cells
 from ladder.bench.machine import machine
 from ladder.bench.measure import Measured, Turn, measured
 from ladder.bench.options import BenchOptions
-from ladder.bench.ranks import told_by_ranks
+from ladder.bench.ranks import stream_ranks
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.config.fields import read_text
@@ -129,7 +129,7 @@ def _measured(todo: Sequence[Cell]) -> Iterator[Turn | Measured]:
     """Cells that share one model, by a process for each rank, or by this one alone."""
     first = todo[0]
     if first.mode == "ranks":
-        yield from told_by_ranks(first.tp, torch.device(first.device), measured, list(todo))
+        yield from stream_ranks(first.tp, torch.device(first.device), measured, list(todo))
         return
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

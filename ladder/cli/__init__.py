@@ -6,7 +6,7 @@ from typing import NoReturn
 import typer
 
 from ladder.cli import data, generate, measure, models, plan, scan, train
-from ladder.cli.verbs import app
+from ladder.cli.verbs import app, renamed
 from ladder.errors import LadderError, RankError
 
 __all__ = ["app", "data", "generate", "main", "measure", "models", "plan", "scan", "train"]
@@ -19,8 +19,8 @@ def main() -> NoReturn:
     """The command `ladder`: bad input costs one sentence and exit status 2, a rank that fails one sentence and 1."""
     try:
         sys.exit(app(standalone_mode=False))
-    except _UsageError as error:  # an unknown flag, a number that is none
-        _leave(f"{error.format_message()} (see --help)", 2)  # type: ignore[attr-defined]
+    except _UsageError as error:  # an unknown option, a number that is none
+        _leave(renamed(error) or f"{error.format_message()} (see --help)", 2)  # type: ignore[attr-defined]
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # Ctrl-C
     except LadderError as error:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Where the prompts come from, and the form of the answers."""
+    """Where the prompts come from, and how the results are printed."""
 
     prompt: tuple[str, ...] = option((), "A prompt (may be given several times).")
-    prompts_file: Path | None = option(None, "A file with one prompt per line; empty lines are passed over.")
+    prompts_file: Path | None = option(None, "A file with one prompt per line; empty lines are skipped.")
     token_ids: tuple[str, ...] = option((), "A prompt as ids, as in 5,17,9 (may be given several times).")
     json: bool = field(default=False, metadata={"help": "One JSON line per prompt instead of text."})
 
@@ -47,24 +47,24 @@ class Prompts:
 @verb(EngineOptions, Prompts, SamplingParams)
 def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) -> None:
     """Continue prompts with a model from a Hugging Face directory, under any wiring."""
-    from ladder.engine.executors import adopt_world  # torch takes seconds to import: not for --help
+    from ladder.engine.executors.start import adopt_torchrun_size  # torch takes seconds to import: not for --help
     from ladder.engine.llm import LLM, result
-    from ladder.engine.requests import Opened
+    from ladder.engine.setup import Setup
 
     given = prompts.all()
-    opened = Opened(adopt_world(engine))
-    requests = opened.requests(given, sampling)
+    setup = Setup(adopt_torchrun_size(engine))
+    requests = setup.requests(given, sampling)
     loaded = 0
     with bytes_bar("loading weights") as show:
 
         def progress(count: int) -> None:
             nonlocal loaded
             loaded += count
-            show(loaded, opened.weight_bytes)
+            show(loaded, setup.weight_bytes)
 
-        llm = LLM.load(opened, progress)
+        llm = LLM.load(setup, progress)
     with llm:
-        # answers are shown one after the other, the first unfinished one live
+        # results are printed one after the other, the first unfinished one as it grows
         turn, waiting, finished = 0, [""] * len(given), [False] * len(given)
         for chunk in llm.run(requests):
             waiting[chunk.index] += _shown(chunk)

@@ -1,4 +1,4 @@
-"""How a verb is made: a function and the dataclasses that its options fill."""
+"""How a verb is made: a function and the dataclasses that its options fill; which options were renamed."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from ladder import __version__
+from ladder.engine.options import RENAMED as ENGINE_RENAMED
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,32 +32,55 @@ app = typer.Typer(
 )
 
 
+def _flag(name: str) -> str:
+    """The option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+_WINDOW = {"--window": "--seq-len"}
+_TRAINING = {**_WINDOW, "--micro": "--micro-batch-size"}
+# by verb: options of earlier versions, and what they are called now
+RENAMED: dict[str, dict[str, str]] = {
+    "generate": {_flag(old): _flag(new) for old, new in ENGINE_RENAMED.items()},
+    "fit": _WINDOW,
+    "adapt": {**_TRAINING, "--begin": "--init-from", "--rank": "--lora-rank"},
+    "train": _TRAINING,
+}
+
+
+def renamed(error: Exception) -> str | None:
+    """The sentence for an option that a verb no longer has, where `error` is click's and its table knows the option."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    new = RENAMED.get(getattr(context, "info_name", None) or "", {}).get(option or "")
+    return None if new is None else f"{option} was renamed: use {new}"
+
+
 def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
     default: Any = ... if entry.default is MISSING else entry.default
-    if get_origin(hint) is tuple:  # typer speaks of repeated options as lists
+    if get_origin(hint) is tuple:  # typer has repeated options as lists
         hint, default = list.__class_getitem__(get_args(hint)[0]), default if default is ... else list(default)
-    flag = f"--{entry.name.replace('_', '-')}"  # one spelling, so that there is no --no-check beside --check
+    flag = _flag(entry.name)  # one spelling, so that there is no --no-check beside --check
     if default is True:
         flag += f"/--no{flag[1:]}"
-    # where a package lies says nothing to a reader of --help
-    told = (
+    # the path of the installed package is of no use in --help
+    shown = (
         default not in ([], None) and default is not False and not (isinstance(default, Path) and default.is_absolute())
     )
     if entry.metadata.get("argument"):
         value = typer.Argument(... if entry.default is MISSING else default, help=entry.metadata["help"])
     else:
-        value = typer.Option(default, flag, help=entry.metadata["help"], show_default=told)
+        value = typer.Option(default, flag, help=entry.metadata["help"], show_default=shown)
     return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
 def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose options are the fields of `groups`; it is called with one filled instance of each, and where it
-    takes `named` with the names of those that stand on the command line.
+    takes `named` with the names of the options that were given on the command line.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
         owned = {group: [(entry, get_type_hints(group)[entry.name]) for entry in fields(group)] for group in groups}
-        asks = "named" in inspect.signature(work).parameters
+        takes_named = "named" in inspect.signature(work).parameters
 
         @wraps(work)
         def command(call: typer.Context, **given: Any) -> None:
@@ -64,7 +88,7 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
             filled = (group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items())
             sources = {name: call.get_parameter_source(name) for name in given}
             named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
-            work(*filled, **({"named": named} if asks else {}))
+            work(*filled, **({"named": named} if takes_named else {}))
 
         parameters = [inspect.Parameter("call", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
@@ -100,8 +124,8 @@ def steps_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    from ladder.engine.control import torchrun_world  # here: it takes torch with it
+    from ladder.engine.executors.control import torchrun_rank  # here: it imports torch
 
-    console, world = Console(stderr=True), torchrun_world()
-    drawn = console.is_terminal and (world is None or world.rank == 0)
+    console, own = Console(stderr=True), torchrun_rank()
+    drawn = console.is_terminal and (own is None or own.rank == 0)
     return Progress(*columns, console=console, transient=True, disable=not drawn)

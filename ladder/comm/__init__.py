@@ -1,1 +1,1 @@
-"""Communicators: how the ranks of a tensor-parallel model add up what each of them computed."""
+"""Communicators: the all-reduces and all-gathers between the ranks of a tensor-parallel model."""

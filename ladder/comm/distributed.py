@@ -1,4 +1,4 @@
-"""torch.distributed as the wire: gloo between CPU processes, NCCL between GPUs."""
+"""torch.distributed as the backend: gloo between CPU processes, NCCL between GPUs."""
 
 import torch
 import torch.distributed as dist
@@ -8,11 +8,11 @@ from ladder.comm.base import Pending
 
 
 class Distributed:
-    """The ranks of a process group (by default: of the whole world), which the caller has set up."""
+    """The ranks of a process group (by default: of all processes), which the caller has set up."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self.capturable = dist.get_backend(group) == "nccl"  # its sums can be part of a CUDA graph
+        self.capturable = dist.get_backend(group) == "nccl"  # its all-reduces can be part of a CUDA graph
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
@@ -20,7 +20,7 @@ class Distributed:
         x = x.contiguous()
         work = dist.all_reduce(x, group=self._group, async_op=True)
         assert work is not None  # async_op always returns one to a member of the group
-        return _Sum(x, work)
+        return _Pending(x, work)
 
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -29,8 +29,8 @@ class Distributed:
         return torch.cat(parts, dim=-1)
 
 
-class _Sum:
-    """Keeps the buffer alive while it travels."""
+class _Pending:
+    """An all-reduce in flight; keeps its buffer alive."""
 
     def __init__(self, x: Tensor, work: dist.Work) -> None:
         self._x = x

@@ -1,7 +1,7 @@
 """R ranks inside one process, one thread each: any TP degree on any machine, exact and without a process group.
 
-Sums are taken in rank order, so all ranks see the same bits, and they are ordinary tensor operations, so gradients
-flow through them.
+An all-reduce adds in rank order, so all ranks get the same bits, and with ordinary tensor operations, so gradients flow
+through it.
 """
 
 import threading
@@ -23,7 +23,7 @@ class RankFailed(RuntimeError):
 
 
 class World:
-    """The meeting place of `size` emulated ranks. `run` calls a function once per rank, all at the same time."""
+    """`size` emulated ranks and what they exchange. `run` calls a function once per rank, all at the same time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -33,10 +33,10 @@ class World:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what a run that failed left behind."""
+        """Drop what a failed run has left."""
         self._failed = False
         self._ended: set[int] = set()
-        # by ticket, the number of an exchange: what each rank brought, and how many ranks have taken it away
+        # by the number of an exchange: each rank's message, and how many ranks have read all of them
         self._messages: dict[int, dict[int, Tensor]] = {}
         self._taken: dict[int, int] = {}
         for comm in self.ranks:
@@ -48,7 +48,7 @@ class World:
         futures = [self._threads.submit(self._guarded, work, comm) for comm in self.ranks]
         try:
             errors = [error for future in futures if (error := future.exception())]
-        except BaseException:  # Ctrl-C while waiting: release the ranks and see them end before leaving
+        except BaseException:  # Ctrl-C while waiting: stop the ranks and wait for their end
             self._fail()
             wait(futures)
             raise
@@ -73,13 +73,13 @@ class World:
             self._changed.notify_all()
 
     def put(self, ticket: int, rank: int, x: Tensor) -> None:
-        """Bring this rank's part of exchange number `ticket`."""
+        """Give this rank's message of exchange number `ticket`."""
         with self._changed:
             self._messages.setdefault(ticket, {})[rank] = x
             self._changed.notify_all()
 
     def take(self, ticket: int) -> list[Tensor]:
-        """Every rank's part of that exchange, in rank order, once all have brought theirs."""
+        """Every rank's message of that exchange, in rank order, once all are there."""
         with self._changed:
             parts = self._messages[ticket]
             self._changed.wait_for(lambda: self._failed or len(parts) == self.size or self._ended - parts.keys())
@@ -119,13 +119,13 @@ class Emulated:
         return ticket
 
     def all_reduce(self, x: Tensor) -> Pending:
-        return _EmulatedSum(self._world, self._send(x))
+        return _Pending(self._world, self._send(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._world.take(self._send(x)), dim=-1)
 
 
-class _EmulatedSum:
+class _Pending:
     def __init__(self, world: World, ticket: int) -> None:
         self._world = world
         self._ticket = ticket

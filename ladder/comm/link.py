@@ -16,7 +16,7 @@ class Link:
     source: str = ""
 
     def seconds(self, size: int) -> float:
-        """The time a message of `size` bytes travels."""
+        """How long an all-reduce of a message of `size` bytes takes."""
         return self.alpha + size / self.beta
 
     @classmethod

@@ -1,4 +1,4 @@
-"""One rank of many, measured alone: the others' share of a sum is time on the communication stream, not numbers."""
+"""One rank of many, measured alone: an all-reduce takes the time of a link, and adds nothing."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from ladder.comm.one_shot import BLOCKS
 class OneRank:
     """Rank 0 of `size` ranks of which only this one exists.
 
-    A sum is this rank's own term. On a GPU a kernel in the current stream moves the message through memory and keeps
-    `blocks` thread blocks for alpha + bytes / beta by the GPU's own clock, as a real all-reduce would. Without a link
-    nothing travels. What comes of it is not the model's output: use it to measure.
+    The result of an all-reduce is this rank's own partial sum. On a GPU a kernel in the current stream moves the
+    message through memory and occupies `blocks` thread blocks for alpha + bytes / beta by the GPU's own clock, as a
+    real all-reduce would. Without a link it takes no time. The output is not the model's: use it to measure.
     """
 
     capturable = True
@@ -29,7 +29,7 @@ class OneRank:
         return Completed(x)
 
     def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int]:
-        """The sum, in the current stream, and what it counts `flag` up to."""
+        """The all-reduce, in the current stream, and what it counts `flag` up to."""
         if not self._travel(x, flag):
             flag.fill_(self.blocks)
         return x, self.blocks

@@ -1,4 +1,6 @@
-"""A sum over symmetric memory by a kernel of our own: small enough to run beside any other, and it sets a flag."""
+"""An all-reduce over symmetric memory by a kernel of our own: few enough blocks to run beside any other kernel, and it
+sets a flag.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +10,10 @@ from torch import Tensor
 
 from ladder.jit import tl, triton
 
-BLOCKS = 8  # thread blocks of a sum, the same for every message: they meet their peers' blocks of the same number
+BLOCKS = 8  # thread blocks of an all-reduce, the same for every message: each waits for the same block of its peers
 WARPS = 4
-LARGEST = 256 * 1024  # bytes of a message; beyond, reading every peer's whole message costs more than its latency
-_SIGNS = 2 * LARGEST  # where in a rank's memory the signs of its peers begin
+LARGEST = 256 * 1024  # bytes of a message; beyond, reading every peer's message takes longer than is saved
+_SIGNS = 2 * LARGEST  # where in a rank's memory the signals of its peers begin
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _one_shot(x, signs, n, peers, epochs, flag, RANK: tl.constexpr, SIZE: tl.con
     epoch = tl.load(epochs + block) + 1
     tl.debug_barrier()  # all have read it before one writes
     tl.store(epochs + block, epoch)
-    # two rooms in turn: who writes into one has met, for the other, all who read from this one
+    # two buffers in turn: a rank that writes one has waited, for the other, for all that read this one
     room = (epoch & 1).to(tl.int64) * ROOM
     mine = tl.load(peers + RANK)
     own = _at(mine, room, x)
@@ -42,7 +44,7 @@ def _one_shot(x, signs, n, peers, epochs, flag, RANK: tl.constexpr, SIZE: tl.con
     seen = _at(mine, SIGNS, signs) + block * SIZE
     for peer in range(SIZE):
         tl.inline_asm_elementwise(
-            # by their difference: numbers of sums wrap around after some hours
+            # by their difference: the count of all-reduces wraps around after some hours
             "{ .reg .pred p; MEET: ld.acquire.sys.global.s32 $0, [$1]; sub.s32 $0, $0, $2; setp.lt.s32 p, $0, 0;"
             " @p bra MEET; }",
             "=&r,l,r",
@@ -64,14 +66,14 @@ def _one_shot(x, signs, n, peers, epochs, flag, RANK: tl.constexpr, SIZE: tl.con
 
 
 class OneShot:
-    """Sums of messages up to LARGEST bytes; they follow each other in one stream.
+    """All-reduces of messages up to LARGEST bytes; they follow each other in one stream.
 
-    Each rank's memory holds two rooms for messages and, for each of BLOCKS blocks, a sign from every rank: the number
-    of the last sum to which it has brought its message.
+    Each rank's memory holds two buffers for messages and, for each of BLOCKS blocks, a signal from every rank: the
+    number of the last all-reduce for which it has written its message.
     """
 
     def __init__(self, memory: Tensor, addresses: Sequence[int], rank: int, size: int) -> None:
-        """`memory` as made by `room`, where every rank sees it at `addresses`: this process's, by rank."""
+        """`memory` as made by `room`; `addresses`: where this process has mapped each rank's."""
         device = memory.device
         self._memory = memory
         self._peers = torch.tensor(addresses, dtype=torch.long, device=device)

@@ -1,4 +1,4 @@
-"""Sums on a stream of their own whose arrival a kernel can see: no reader's launch has to wait for them."""
+"""All-reduces on a stream of their own whose end a kernel can see: the launch of a reader need not wait for them."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -11,19 +11,19 @@ from ladder.comm.base import Comm, Pending
 
 @runtime_checkable
 class Signals(Protocol):
-    """A communicator whose sums can set a flag, by kernels so light that they find room beside any of ours."""
+    """A communicator whose all-reduces can set a flag, by kernels with few enough blocks to run beside any of ours."""
 
     def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int] | None:
-        """The sum in the current stream, and what it counts `flag` up to; None: not for this message."""
+        """The all-reduce in the current stream, and what it counts `flag` up to; None: not for this message."""
         ...
 
 
 class Flagged:
-    """A sum on its way. Where it has a flag, it has arrived when that has counted up to `need`."""
+    """An all-reduce in flight. Where it has a flag, it is complete when that has counted up to `need`."""
 
     def __init__(self, x: Tensor, sent: Tensor, event: torch.cuda.Event, flag: Tensor | None, need: int) -> None:
         self.x = x
-        self._sent = sent  # kept until somebody waits: it is read on another stream
+        self._sent = sent  # kept until it is waited for: another stream reads it
         self._event = event
         self.flag = flag
         self.need = need
@@ -34,19 +34,19 @@ class Flagged:
 
     def for_kernel(self) -> Tensor:
         """For a kernel that waits for the flag by itself, which it does in a CUDA graph only. Outside of one, the
-        driver may have to load a kernel meanwhile: it waits for those that run, and holds back those that do not yet
-        run. The kernel that waits for the sum, and the one that brings it, would stand still for ever.
+        driver may have to load a kernel meanwhile: it then waits for the kernels that run, and starts no others. The
+        kernel that waits for the all-reduce, and the all-reduce itself, would deadlock.
         """
         return self.x if torch.cuda.is_current_stream_capturing() else self.wait()
 
 
 class Signalled:
-    """`inner`'s sums on a communication stream of high priority, one after the other; a GPU's.
+    """`inner`'s all-reduces on a GPU's communication stream of high priority, one after the other.
 
-    Between `begin` and `end` a sum also sets a flag, if `inner` can (`Signals`; NCCL's kernels need too much room). A
-    kernel that waits for the flag by itself can be launched before the sum has arrived, and load its weights meanwhile;
-    the stream's event, which everybody else waits for, would hold up the launch. There must be a flag for every sum of
-    a pass. With several `inners`, which must not share a wire's state, sums take turns: as many travel at once.
+    Between `begin` and `end` an all-reduce also sets a flag, if `inner` can (`Signals`; NCCL's kernels use too many
+    blocks). A kernel that waits for the flag by itself can be launched before the all-reduce is complete, and load its
+    weights meanwhile; waiting for the stream's event would delay the launch. There must be a flag for every all-reduce
+    of a pass. With several `inners`, which must not share state, they take turns: as many are in flight at once.
     """
 
     def __init__(self, inners: Sequence[Comm], device: torch.device, sums: int) -> None:
@@ -58,11 +58,11 @@ class Signalled:
         self.rank = self._inners[0].rank
 
     def begin(self) -> None:
-        """A pass begins, with `flags` all zero from here on: whoever calls this sees to that."""
+        """A pass begins. The caller has set `flags` to zero."""
         self._count = 0
 
     def end(self) -> None:
-        """The current stream waits for whatever is still on the wire; later sums set no flags."""
+        """The current stream waits for all-reduces still in flight; later ones set no flags."""
         self._count = None
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
@@ -89,7 +89,7 @@ class Signalled:
         return Flagged(y, x, event, flag, need)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """In the current stream, after every sum."""
+        """In the current stream, after every all-reduce."""
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
         return self._inners[0].all_gather(x)

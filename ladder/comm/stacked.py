@@ -1,6 +1,6 @@
-"""R ranks in one tensor: its first dimension is the rank. No threads, nothing to wait for; what is made of it compiles.
+"""R ranks in one tensor, whose first dimension is the rank: no threads, nothing to wait for, and it compiles.
 
-A first dimension of 1 stands for what all ranks have alike, or for a term of a sum that is the whole sum already.
+A first dimension of 1 means that all ranks have the same, or that the partial sum is the whole sum already.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from ladder.comm.base import Completed, Pending
 class Stacked:
     """The communicator of all `size` ranks at once."""
 
-    rank = 0  # of no meaning: it speaks for all of them
+    rank = 0  # without meaning: this is all ranks at once
 
     def __init__(self, size: int) -> None:
         self.size = size

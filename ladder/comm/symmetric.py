@@ -1,9 +1,10 @@
-"""Symmetric memory as the wire: the GPUs of one machine map each other's messages and add them up themselves.
+"""Symmetric memory as the backend: the GPUs of one machine map each other's memory and add up the messages there.
 
-A sum is one kernel that meets its peers through flags in their memory, without a library's set-up around it, so that
-small messages arrive sooner. Ranks that cannot map each other's memory keep the communicator they have.
+An all-reduce is one kernel that synchronizes with its peers through flags in their memory, without a library's set-up
+around it, so that small messages take less time. Ranks that cannot map each other's memory use another communicator.
 """
 
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ladder.errors import LadderError
 from ladder.jit import PRESENT
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # torch.ops.symm_mem's kernels, by name
 ONE_SHOT = "one_shot_all_reduce_out"  # every rank reads all messages: (ranks - 1) x bytes
@@ -30,11 +32,11 @@ TWO_SHOTS = "two_shot_all_reduce_"  # every rank sums a part and hands it to all
 MULTICAST = "multimem_all_reduce_"  # likewise, but the switch adds and copies
 
 KIB = 1024
-MAX_BYTES = 8 * KIB * KIB  # of one message; for larger ones a ring's bandwidth counts, which NCCL has
+MAX_BYTES = 8 * KIB * KIB  # of one message; for larger ones bandwidth counts, where NCCL's rings are better
 SLOTS = 2
 GRAIN = 16  # bytes that one thread of a kernel loads at once: messages are padded to it
-DTYPES = (torch.float32, torch.bfloat16)  # the kernels know no others
-PATIENCE = 60.0  # seconds to wait for a rank that failed while memory was being mapped
+DTYPES = (torch.float32, torch.bfloat16)  # those that the kernels support
+RENDEZVOUS_TIMEOUT = 60.0  # seconds to wait for a rank that failed while memory was being mapped
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class Way:
     kernel: str
     ranks: float = float("inf")
     bytes: float = float("inf")
-    multicast: bool = False  # needs a switch that multiplies and adds
+    multicast: bool = False  # needs a switch that copies and adds
 
 
-# The first that fits is taken. For two ranks one shot moves no more than two shots do, and meets once less. The limit
-# for more is the one torch has for its own all-reduce within a node (c10d/symm_mem/intra_node_comm.cu).
+# The first that fits is taken. For two ranks one shot moves no more than two shots do, and synchronizes once less. The
+# limit for more is the one torch has for its own all-reduce within a node (c10d/symm_mem/intra_node_comm.cu).
 WAYS = (
     Way(ONE_SHOT, ranks=2),
     Way(ONE_SHOT, bytes=256 * KIB),
@@ -72,19 +74,19 @@ class Room:
     memory: Tensor
     group: str  # the name of the group that mapped it
     multicast: bool
-    light: OneShot | None = None  # for sums that set a flag; needs Triton
+    light: OneShot | None = None  # for all-reduces that set a flag; needs Triton
 
 
 class Symmetric:
-    """Sums over symmetric memory; whatever it is not made for goes to `inner`, and so does `all_gather`.
+    """All-reduces over symmetric memory; other messages go to `inner`, and so does `all_gather`.
 
-    All sums run on one stream of their own, each after what the caller's stream had been given before. That stream is
-    what keeps them apart: the kernels meet through one set of flags, and two at once would take each other's signals.
-    In a CUDA graph its branch does the same. So a graph is replayed on a stream that has waited for the sums sent
-    before, and two graphs never run at once.
+    All of them run on one stream of their own, each after what the caller's stream had been given before. That stream
+    keeps them apart: the kernels synchronize through one set of flags, and two at once would take each other's signals.
+    In a CUDA graph its branch does the same. So a graph is replayed on a stream that has waited for the all-reduces
+    started before, and two graphs never run at once.
 
-    A message is copied into shared memory, summed, and copied back to where it was: what the caller gets is its own
-    tensor, which no later sum touches. Slots are taken in turn, the same ones on all ranks.
+    A message is copied into shared memory, summed, and copied back to where it was: the result is the caller's own
+    tensor, which no later all-reduce touches. Slots are taken in turn, the same ones on all ranks.
     """
 
     def __init__(self, inner: Comm, room: Room) -> None:
@@ -92,7 +94,7 @@ class Symmetric:
         self._room = room
         self._slots = [room.memory[slot] for slot in range(SLOTS)]
         self._turn = 0
-        self._stream = torch.cuda.Stream(room.memory.device, priority=-1)  # high: sums must not queue behind compute
+        self._stream = torch.cuda.Stream(room.memory.device, priority=-1)  # high: it must not queue behind compute
         # the few messages that are not for symmetric memory go to `inner`
         self.capturable = getattr(inner, "capturable", False)
         self.signals = room.light is not None
@@ -110,19 +112,21 @@ class Symmetric:
     ) -> Comm:
         """Symmetric memory between the ranks of `group`, or `inner` where it cannot be had (`required`: an error).
 
-        A collective call, with equal sizes, on a group that carries CPU tensors. All ranks come to the same end: each
-        step is taken by all, or given up by all.
+        A collective call, with equal sizes, on a group that carries CPU tensors. All ranks get the same kind of
+        communicator: where a step fails on one rank, all give up.
         """
         try:
             room = _map(group, device, max_bytes)
             comm = together(group, lambda: cls(inner, room))
             kernels = sorted({way.kernel for way in WAYS if room.multicast >= way.multicast})
             together(group, comm._try_light)
-            for kernel, dtype in product(kernels, DTYPES):  # one at a time: who stops must not leave others in the next
+            for kernel, dtype in product(kernels, DTYPES):  # one by one: see `together`
                 together(group, partial(comm._try, kernel, dtype))
         except Impossible as reason:
             if required:
-                raise LadderError(f"symmetric memory cannot be had, {reason}: leave the wire to auto") from None
+                raise LadderError(f"symmetric memory cannot be had, {reason}: leave --comm-backend to auto") from None
+            if inner.rank == 0:
+                logger.info("no symmetric memory, %s: all-reduces use the process group", reason)
             return inner
         return comm
 
@@ -137,9 +141,9 @@ class Symmetric:
         return self._send(x, kernel)
 
     def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int] | None:
-        """The sum, in the current stream, and what it counts `flag` up to; None: not for this message.
+        """The all-reduce, in the current stream, and what it counts `flag` up to; None: not for this message.
 
-        These kernels have signs of their own, apart from those of `all_reduce`. They too follow each other in one
+        These kernels have signals of their own, apart from those of `all_reduce`. They too follow each other in one
         stream, the caller's.
         """
         if self._room.light is None or not x.is_contiguous() or not OneShot.fits(x):
@@ -150,25 +154,25 @@ class Symmetric:
     def all_gather(self, x: Tensor) -> Tensor:
         return self._inner.all_gather(x)
 
-    def _send(self, x: Tensor, kernel: str) -> "_Sum":
+    def _send(self, x: Tensor, kernel: str) -> "_Pending":
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
             add(x, self._slots[self._turn], kernel, self._room.group)
             arrival = self._stream.record_event()
         self._turn = (self._turn + 1) % len(self._slots)
-        return _Sum(x, arrival)
+        return _Pending(x, arrival)
 
     def _try_light(self) -> None:
         if self._room.light is not None:
             x = torch.full((1001,), self.rank + 1.0, device=self._room.memory.device)
             self._room.light.add(x, None)
             if x.unique().tolist() != [self.size * (self.size + 1) / 2]:
-                raise RuntimeError("a sum by a kernel of our own is wrong")
+                raise RuntimeError("an all-reduce by our own kernel is wrong")
 
     def _try(self, kernel: str, dtype: torch.dtype) -> None:
-        """Memory that is mapped need not be memory that adds up.
+        """Check a result: that memory can be mapped does not mean that a kernel works on it.
 
-        The driver also loads the kernel by that, which it had better not do while a graph is recorded.
+        This also makes the driver load the kernel, which it must not do while a graph is captured.
         """
         x = torch.full((1001,), self.rank + 1, dtype=dtype, device=self._room.memory.device)  # no whole grains
         found = self._send(x, kernel).wait().unique().tolist()
@@ -176,8 +180,8 @@ class Symmetric:
             raise RuntimeError(f"{kernel} of 1 to {self.size} is {found}")
 
 
-class _Sum:
-    """Keeps the tensor alive while the other stream works on it."""
+class _Pending:
+    """An all-reduce in flight; keeps the tensor alive while the other stream works on it."""
 
     def __init__(self, x: Tensor, arrival: torch.cuda.Event) -> None:
         self._x = x
@@ -191,8 +195,8 @@ class _Sum:
 def add(x: Tensor, slot: Tensor, kernel: str, group: str) -> None:
     """On the current stream, `x` (contiguous) becomes the ranks' sum, by way of `slot`, bytes in symmetric memory.
 
-    What pads the message is whatever lies there; it is added up like the rest, and left behind. The kernels end with
-    a meeting, so the slot is free when they do. (torch has a kernel that also does the copying, but lets it signal
+    The padding of the message has any values; they are added up like the rest, and dropped. The kernels end with a
+    barrier, so the slot is free when they end. (torch has a kernel that also does the copying, but lets it signal
     before all of its threads have copied.)
     """
     flat = x.view(-1)
@@ -215,7 +219,7 @@ def _kernel(name: str) -> Callable[..., Tensor]:
 
 
 class Impossible(Exception):
-    """Some rank cannot; raised on all of them, with the same text."""
+    """Symmetric memory is not available on some rank; raised on all of them, with the same text."""
 
 
 def together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
@@ -223,8 +227,8 @@ def together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
     result, reason = None, None
     try:
         result = step()
-    except Exception as error:  # whatever it is: the others must hear of it, not wait
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__  # below is where torch was
+    except Exception as error:  # of any type: the other ranks must not wait
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__  # the lines below are a C++ stack trace
     for rank, other in enumerate(everyones(group, reason)):
         if other is not None:
             raise Impossible(f"rank {rank}: {other}")
@@ -232,14 +236,14 @@ def together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
 
 
 def everyones(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """Each rank's, in rank order."""
+    """Each rank's value, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
 
 
 def _map(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> Room:
-    """Each rank's memory, mapped by all. What can fail on one rank alone is tried before the ranks meet."""
+    """Each rank's memory, mapped by all. What can fail on one rank alone is tried before the rendezvous."""
     symm = together(group, lambda: _library(device))
     places = everyones(group, (_machine(), device.index))
     together(group, lambda: _check_peers(places, device))
@@ -257,7 +261,7 @@ def _map(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> Room
 def _library(device: torch.device) -> Any:
     """torch's module, where it has one for this device."""
     if device.type != "cuda":
-        raise RuntimeError(f"it is between GPUs, not on {device}")
+        raise RuntimeError(f"it connects GPUs, the device is {device}")
     try:
         import torch.distributed._symmetric_memory as symm
 
@@ -265,7 +269,7 @@ def _library(device: torch.device) -> Any:
         for way in WAYS:
             _kernel(way.kernel)
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"torch {torch.__version__} has it not ({error})") from None
+        raise RuntimeError(f"torch {torch.__version__} does not have it ({error})") from None
     if backend != "CUDA":  # NVSHMEM's and NCCL's memory has no flags for these kernels
         raise RuntimeError(f"torch's symmetric memory is set to {backend}, not CUDA")
     return symm
@@ -291,14 +295,14 @@ def _meet(symm: Any, memory: Tensor, group: dist.ProcessGroup) -> Any:
     """Map each other's memory."""
     from torch.distributed.distributed_c10d import _get_process_group_store
 
-    # ranks wait for each other at the group's store, whose patience may be endless
+    # ranks wait for each other at the group's store, which may have no time-out
     store: Any = _get_process_group_store(group)
     before = store.timeout
-    store.set_timeout(timedelta(seconds=PATIENCE))
+    store.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT))
     try:
         handle = symm.rendezvous(memory, group)
     finally:
         store.set_timeout(before)
-    if getattr(handle, "offset", 0):  # the kernels count from an allocation's begin
-        raise RuntimeError("torch has put the memory inside an allocation of others")
+    if getattr(handle, "offset", 0):  # the kernels need the beginning of an allocation
+        raise RuntimeError("torch has put the memory inside another allocation")
     return handle

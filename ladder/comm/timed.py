@@ -1,4 +1,4 @@
-"""Any communicator made to behave like a slower link, so that the effect of a wiring can be seen without the link."""
+"""An emulated link: any communicator made as slow as a link, so that a wiring can be measured without it."""
 
 import time
 
@@ -10,24 +10,24 @@ from ladder.comm.link import Link
 
 
 class Timed:
-    """`inner`, but a sum arrives no earlier than the link's time after it was sent.
+    """`inner`, but an all-reduce is complete no earlier than the link's time after its start.
 
-    A link carries one message after another, so a sum that is sent while another travels starts when that one has
-    arrived. On the CPU nobody is kept busy meanwhile: a reader that is too early sleeps. On the GPU one thread block
-    of a stream of its own waits for the time to pass, and the reader's stream waits for that one.
+    A link carries one message after another, so an all-reduce that is started while another is in flight begins when
+    that one is complete. On the CPU a reader that is too early sleeps, which uses no core. On the GPU one thread block
+    of a stream of its own waits for the time to pass, and the reader's stream waits for that stream.
     """
 
     def __init__(self, inner: Comm, link: Link) -> None:
         self._inner = inner
         self._link = link
-        self._free_at = 0.0  # CPU: when the wire has delivered everything sent so far, on time.monotonic's clock
+        self._free_at = 0.0  # CPU: when the link has carried everything sent so far, on time.monotonic's clock
         self._clock: _GpuClock | None = None  # made with the first message on a GPU
         self.size = inner.size
         self.rank = inner.rank
 
     def all_reduce(self, x: Tensor) -> Pending:
         arrival = self._send(x)
-        return _TimedSum(self._inner.all_reduce(x), arrival)
+        return _TimedPending(self._inner.all_reduce(x), arrival)
 
     def all_gather(self, x: Tensor) -> Tensor:
         arrival = self._send(x)
@@ -44,7 +44,7 @@ class Timed:
         return _Moment(self._free_at)
 
 
-class _TimedSum:
+class _TimedPending:
     def __init__(self, inner: Pending, arrival: "_Moment | _GpuMoment") -> None:
         self._inner = inner
         self._arrival = arrival

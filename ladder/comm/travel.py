@@ -17,7 +17,7 @@ def _travel(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
         here = at + tl.arange(0, BLOCK)
         tl.store(x + here, tl.load(x + here, mask=here < n), mask=here < n)
     while cuda.globaltimer() - begun < nanoseconds:
-        # asleep: a real all-reduce waits for its wire, it does not compete for the core's arithmetic
+        # asleep: a real all-reduce waits for its link, it does not compete for the core's arithmetic
         tl.inline_asm_elementwise(
             "nanosleep.u32 32; mov.u32 $0, 0;", "=r,r", [block], dtype=tl.int32, is_pure=False, pack=1
         )

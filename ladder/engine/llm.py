@@ -1,4 +1,4 @@
-"""The Python face.
+"""The Python API.
 
 with LLM("path/to/model", wiring="ladder", tp=2) as llm:
     for result in llm.generate(["Once upon a time"], SamplingParams(max_new_tokens=32)):
@@ -11,48 +11,51 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ladder.engine.core import Add, Command, Drop
-from ladder.engine.executors import Executor, adopt_world, start
-from ladder.engine.options import EMBEDDED, EngineOptions, SamplingParams
-from ladder.engine.requests import Chunk, Opened, Prompt, Request, Result
-from ladder.engine.scheduler import Job
+from ladder.engine.executors.start import Executor, adopt_torchrun_size, start
+from ladder.engine.model_runner import AbortSequence, AddSequence, Command
+from ladder.engine.options import EMBEDDED, RENAMED, EngineOptions, SamplingParams
+from ladder.engine.requests import Chunk, Prompt, Request, Result
+from ladder.engine.scheduler import SequenceSpec
+from ladder.engine.setup import Setup
 from ladder.errors import LadderError
+from ladder.options import refuse_renamed
 
 
 class LLM:
     """A loaded model and its ranks. Keywords are those of `EngineOptions`. Close it, or use it in a `with` block.
 
-    Requests may join at any time (`submit`), leave at any time (`cancel`), and advance whenever somebody asks for
-    their chunks (`poll`, and what is made of it: `generate` and `stream`).
+    Requests may be added at any time (`submit`) and cancelled at any time (`cancel`). They advance while chunks are
+    asked for (`poll`, and `generate` and `stream`, which are built on it).
     """
 
     def __init__(self, model: str | Path = EMBEDDED, **options: Any) -> None:
-        opened = Opened(adopt_world(EngineOptions(Path(model), **options)))
-        self._begin(opened, start(opened))
+        refuse_renamed(options, RENAMED)
+        setup = Setup(adopt_torchrun_size(EngineOptions(Path(model), **options)))
+        self._begin(setup, start(setup))
 
     @classmethod
-    def load(cls, opened: Opened, progress: Callable[[int], None] | None = None) -> "LLM":
-        """From a directory that has been opened already; `progress` is told the bytes of weights as they are loaded."""
-        return cls.over(opened, start(opened, progress))
+    def load(cls, setup: Setup, progress: Callable[[int], None] | None = None) -> "LLM":
+        """From a setup; `progress` is called with the bytes of weights as they are loaded."""
+        return cls.over(setup, start(setup, progress))
 
     @classmethod
-    def over(cls, opened: Opened, executor: Executor) -> "LLM":
-        """On ranks that have been started already."""
+    def over(cls, setup: Setup, executor: Executor) -> "LLM":
+        """On an executor that has been started already."""
         llm = cls.__new__(cls)
-        llm._begin(opened, executor)
+        llm._begin(setup, executor)
         return llm
 
-    def _begin(self, opened: Opened, executor: Executor) -> None:
-        self.opened = opened
+    def _begin(self, setup: Setup, executor: Executor) -> None:
+        self.setup = setup
         self._executor = executor
         self._ids = count()
-        self._open: dict[int, tuple[Request, list[Chunk]]] = {}  # by id, with where its owner looks for chunks
+        self._open: dict[int, tuple[Request, list[Chunk]]] = {}  # by id, each with the list that its chunks go to
         self._submitted: list[Chunk] = []
         self._closed = False
 
     @property
     def free_slots(self) -> int:
-        """How many more requests could be under way at once: the ranks' own count, after all they were told."""
+        """How many more requests could run at once, after everything submitted and cancelled so far."""
         self._check_open()
         return self._executor.free_slots
 
@@ -69,11 +72,11 @@ class LLM:
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[Chunk]:
-        """Pieces of the results as they come, the prompts' interleaved. To stop early is to cancel what is left."""
+        """Chunks of the results as they come, those of all prompts interleaved. Stopping early cancels the rest."""
         return self.run(self._requests(prompts, params))
 
     def run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Carry out requests that were checked before. Others' requests advance too; their chunks wait for them."""
+        """Run requests that were checked before. Requests submitted elsewhere advance too; their chunks are kept."""
         box: list[Chunk] = []
         ids = {self._submit(request, box) for request in requests}
         try:
@@ -91,17 +94,17 @@ class LLM:
     ) -> list[Request]:
         params = SamplingParams() if params is None else params
         if not isinstance(params, list | tuple):
-            return self.opened.requests(prompts, params)  # type: ignore[arg-type]
+            return self.setup.requests(prompts, params)  # type: ignore[arg-type]
         if len(params) != len(prompts):
             raise LadderError(f"{len(prompts)} prompts with {len(params)} sampling parameters: give one each, or one")
         return [
-            self.opened.requests([prompt], own, index)[0]
+            self.setup.requests([prompt], own, index)[0]
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
         ]
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Let a request join. Its chunks' `index` is the number returned."""
-        request = self.opened.requests([prompt], params or SamplingParams())[0]
+        """Add a request. Its chunks' `index` is the number returned."""
+        request = self.setup.requests([prompt], params or SamplingParams())[0]
         request.index = self._submit(request, self._submitted)
         return request.index
 
@@ -109,17 +112,17 @@ class LLM:
         self._check_open()
         id = next(self._ids)
         self._open[id] = (request, box)
-        self._executor.tell([Add(Job(id, request.tokens, request.limit, request.params))])
+        self._executor.send([AddSequence(SequenceSpec(id, request.tokens, request.limit, request.params))])
         return id
 
     def cancel(self, id: int) -> None:
-        """Let a request leave, with the chunks that nobody has taken. One that has ended already is no error."""
+        """Drop a request and its chunks that were not taken yet. One that has ended already is no error."""
         self._submitted[:] = [chunk for chunk in self._submitted if chunk.index != id]
         if self._open.pop(id, None) is not None and not self._closed:
-            self._executor.tell([Drop(id)])
+            self._executor.send([AbortSequence(id)])
 
     def poll(self) -> list[Chunk]:
-        """New chunks of the submitted requests; empty only when none of them is under way."""
+        """New chunks of the submitted requests; empty only when none of them is running or waiting."""
         while not self._submitted and any(box is self._submitted for _, box in self._open.values()):
             self._advance()
         chunks = list(self._submitted)
@@ -127,20 +130,20 @@ class LLM:
         return chunks
 
     def _advance(self) -> None:
-        """Wait for tokens and put what becomes of them where their owners look."""
+        """Wait for tokens and append their chunks to the lists of their requests."""
         self._check_open()
-        left: list[Command] = []
+        aborts: list[Command] = []
         for token in self._executor.poll():
             if token.id not in self._open:
-                continue  # cancelled while this token was under way
+                continue  # cancelled while this token was computed
             request, box = self._open[token.id]
             box.append(request.add(token.token, token.finish_reason))
             if request.finish_reason is not None:
                 del self._open[token.id]
-                if token.finish_reason is None:  # a stop text: the ranks know no text
-                    left.append(Drop(token.id))
-        if left:
-            self._executor.tell(left)
+                if token.finish_reason is None:  # a stop text, which the ranks do not know of
+                    aborts.append(AbortSequence(token.id))
+        if aborts:
+            self._executor.send(aborts)
 
     def close(self) -> None:
         """Stop all ranks."""
@@ -159,7 +162,7 @@ class LLM:
 
 
 def result(prompt: Prompt, request: Request) -> Result:
-    """What a finished request has become."""
+    """The result of a finished request."""
     assert request.finish_reason is not None
     shown = prompt if isinstance(prompt, str) else list(prompt)
     return Result(shown, request.new, request.text.text if request.text else None, request.finish_reason)

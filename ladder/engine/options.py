@@ -9,8 +9,15 @@ from ladder.errors import LadderError
 from ladder.options import check_types, option
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"  # a small model that comes with this package
-WIRES = ("auto", "symmetric", "nccl", "gloo")
-LONGEST = 1e6  # seconds of patience, twelve days
+COMM_BACKENDS = ("auto", "symmetric", "nccl", "gloo")
+LONGEST = 1e6  # seconds of a time-out, twelve days
+# keywords of earlier versions, refused with the present one named
+RENAMED = {
+    "wire": "comm_backend",
+    "link": "emulate_link",
+    "batch": "max_num_seqs",
+    "chunk": "prefill_chunk",
+}
 
 
 @dataclass(frozen=True)
@@ -19,13 +26,20 @@ class EngineOptions:
 
     model: Path = option(EMBEDDED, "Directory with config.json and safetensors weights; default: the embedded model.")
     wiring: str | None = option(None, "Wiring, as in 'ladder' or 'standard:16 ladder:16'; default: the checkpoint's.")
-    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16 or float64.")
+    dtype: str = option(
+        "auto",
+        "auto (the checkpoint's; float32 for bfloat16 on a CPU without bf16 products), float32, bfloat16, float16 or "
+        "float64.",
+    )
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     tp: int = option(1, "Number of tensor-parallel ranks, a process each; under torchrun its world's.")
-    wire: str = option("auto", "How GPUs add up: auto, symmetric, nccl or gloo.")
-    link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
-    batch: int = option(16, "How many prompts are under way at once, at most.")
-    chunk: int = option(512, "Prompts are read in pieces of so many tokens, so that others need not wait long.")
+    comm_backend: str = option("auto", "Backend of the all-reduces between GPUs: auto, symmetric, nccl or gloo.")
+    emulate_link: str | None = option(
+        None, "Make the all-reduces as slow as this link: a name, or alpha,beta as in 50us,10GB/s."
+    )
+    max_num_seqs: int = option(16, "Sequences that are computed at once, at most.")
+    prefill_chunk: int = option(512, "Tokens of a prompt that are read in one step, at most; decoding goes on between.")
+    expert_parallel: bool = option(False, "Each rank has some experts as a whole, instead of a slice of every expert.")
     timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
     kernels: bool = option(True, "On a GPU: our kernels and CUDA graphs. Off: plain torch.")
     tuned: Path | None = option(None, "Shapes of kernels for this GPU, as `ladder tune` writes them.")
@@ -35,9 +49,9 @@ class EngineOptions:
         check_types(self)
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
-        if self.wire not in WIRES:
-            raise LadderError(f"unknown wire {self.wire!r}: known are {', '.join(WIRES)}")
-        for name in ("tp", "batch", "chunk", "timeout"):
+        if self.comm_backend not in COMM_BACKENDS:
+            raise LadderError(f"unknown comm_backend {self.comm_backend!r}: known are {', '.join(COMM_BACKENDS)}")
+        for name in ("tp", "max_num_seqs", "prefill_chunk", "timeout"):
             if not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.timeout > LONGEST:
@@ -46,7 +60,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's wishes. The filters apply in the order temperature, top-k, top-p."""
+    """How one request's tokens are sampled. The filters apply in the order temperature, top-k, top-p."""
 
     max_new_tokens: int = option(128, "Stop after this many new tokens.")
     temperature: float = option(0.0, "0 takes the likeliest token, 1 samples as the model says.")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ladder.engine.forward import Forward
 from ladder.engine.graphs import LONGEST, Graphs
-from ladder.engine.scheduler import Pass
+from ladder.engine.scheduler import ScheduledBatch
 from ladder.errors import LadderError
 from ladder.kernels.launch import Launch
 from ladder.kernels.table import MOST
@@ -24,14 +24,14 @@ class Passes:
         self._model = model
         self._slots = slots
         self._with_graphs = graphs
-        # one slot more, for the lines that fill up a graph's batch
+        # one slot more, for what fills up a graph's batch
         self.cache = model.new_cache(slots + graphs, min(256, model.config.context))
         self._forward = None if launch is None else Forward(model, self.cache, launch)
         self._graphs: Graphs | None = None
 
-    def compute(self, work: Pass) -> tuple[Tensor, Tensor | None]:
-        """This rank's logits of every line's last token, [lines, block]; for a decoding step by kernels also the best
-        of every rank, see `Forward.decode`.
+    def compute(self, work: ScheduledBatch) -> tuple[Tensor, Tensor | None]:
+        """This rank's logits of every sequence's last token, [sequences, block]; for a decoding step by kernels also
+        every rank's argmax, see `Forward.decode`.
         """
         width = max(map(len, work.tokens))
         starts = [self.cache.lengths[slot] for slot in work.slots]
@@ -40,7 +40,7 @@ class Passes:
         device = self.cache.keys[0].device
         # kernels are launched on the current device
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            if self._forward is not None and width == 1 and len(work.lines) <= MOST:
+            if self._forward is not None and width == 1 and len(work.sequences) <= MOST:
                 return self._step(self._forward, work)
             if self._forward is not None and alone and self._forward.capturable:
                 return self._captured(self._forward).prompt(work.tokens[0], work.slots[0]), None
@@ -50,7 +50,7 @@ class Passes:
                 return self._forward.prefill(ids, last, work.slots), None
             return self._model(ids, self.cache, last, work.slots)[:, 0], None
 
-    def _step(self, forward: Forward, work: Pass) -> tuple[Tensor, Tensor]:
+    def _step(self, forward: Forward, work: ScheduledBatch) -> tuple[Tensor, Tensor]:
         tokens = [piece[0] for piece in work.tokens]
         positions = [self.cache.lengths[slot] for slot in work.slots]
         if not self._with_graphs:

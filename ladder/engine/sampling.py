@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling: how the next token is chosen."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Sampler:
 
 
 def likeliest(best: Tensor) -> list[int | None]:
-    """The greedy choice from every rank's best, [lines, 2 x ranks], value and token in turns; None as in `choose`."""
+    """The greedy choice from every rank's argmax, [sequences, 2 x ranks]: value, token, ...; None as in `choose`."""
     values, tokens = best[:, 0::2], best[:, 1::2]
     top, rank = values.max(dim=1)  # NaN wins, and of equals the first
     chosen = tokens.gather(1, rank.unsqueeze(1))[:, 0].tolist()

@@ -1,7 +1,8 @@
-"""Which request is computed when. Pure bookkeeping: every rank has a scheduler of its own and comes to the same ends.
+"""Which sequence is computed when. Pure bookkeeping: every rank runs its own scheduler, and all decide alike.
 
-A step is at most two forward passes: one with the next token of every request that is being continued, one with a piece
-of the prompts that wait. How a prompt is cut depends on that prompt alone, so company changes no result.
+A step is at most two forward passes: a decode batch with the next token of every sequence whose prompt has been read,
+and a prefill batch with a chunk of the prompts that are still being read. How a prompt is cut depends on that prompt
+alone, so the other sequences of a batch change no result.
 """
 
 from collections import deque
@@ -12,7 +13,7 @@ from ladder.engine.options import SamplingParams
 
 
 @dataclass(frozen=True)
-class Job:
+class SequenceSpec:
     """A request as the ranks know it: tokens in, at most `limit` tokens out. No text."""
 
     id: int
@@ -22,92 +23,92 @@ class Job:
 
 
 @dataclass
-class Running:
-    """A job in a slot."""
+class RunningSequence:
+    """A sequence in a slot of the KV cache."""
 
-    job: Job
+    spec: SequenceSpec
     slot: int
-    fed: int = 0  # tokens of the prompt that the cache has, or is about to have
+    prefilled: int = 0  # prompt tokens that have been scheduled so far
     new: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward pass: for each line its job and the tokens it is fed."""
+class ScheduledBatch:
+    """One forward pass: its sequences, and the tokens that each is fed."""
 
-    lines: tuple[Running, ...]
+    sequences: tuple[RunningSequence, ...]
     tokens: tuple[tuple[int, ...], ...]
 
     @property
     def slots(self) -> list[int]:
-        return [line.slot for line in self.lines]
+        return [sequence.slot for sequence in self.sequences]
 
 
 class Scheduler:
-    """Jobs wait in order for one of `slots` slots; prompts are fed in pieces of at most `chunk` tokens."""
+    """Sequences wait in order for one of `slots` slots; prompts are read in chunks of at most `chunk` tokens."""
 
     def __init__(self, slots: int, chunk: int) -> None:
         self.chunk = chunk
-        self.waiting: deque[Job] = deque()
-        self.running: dict[int, Running] = {}  # by id, in the order they got their slots
-        self._newest_first = False
+        self.waiting: deque[SequenceSpec] = deque()
+        self.running: dict[int, RunningSequence] = {}  # by id, in the order they got their slots
+        self._least_read_first = False
         self.free = list(range(slots - 1, -1, -1))  # the lowest is taken first: slots in use tend to be neighbours
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, job: Job) -> None:
-        self.waiting.append(job)
+    def add(self, spec: SequenceSpec) -> None:
+        self.waiting.append(spec)
 
     def drop(self, id: int) -> None:
-        """Forget a job that is finished or no longer wanted, wherever it is; an unknown one is no error."""
+        """Forget a sequence that is finished or aborted, running or waiting; an unknown id is no error."""
         if id in self.running:
             self.free.append(self.running.pop(id).slot)
             self.free.sort(reverse=True)
         else:
-            self.waiting = deque(job for job in self.waiting if job.id != id)
+            self.waiting = deque(spec for spec in self.waiting if spec.id != id)
 
-    def admit(self) -> list[Running]:
-        """Give free slots to those who wait; returns who got one."""
+    def admit(self) -> list[RunningSequence]:
+        """Give the free slots to waiting sequences; returns those that got one."""
         admitted = []
         while self.waiting and self.free:
-            running = Running(self.waiting.popleft(), self.free.pop())
-            self.running[running.job.id] = running
+            running = RunningSequence(self.waiting.popleft(), self.free.pop())
+            self.running[running.spec.id] = running
             admitted.append(running)
         return admitted
 
-    def continuing(self) -> Pass | None:
-        """The next token of every job whose prompt has been read."""
-        lines = sorted((line for line in self.running.values() if line.new), key=lambda line: line.slot)
-        return Pass(tuple(lines), tuple((line.new[-1],) for line in lines)) if lines else None
+    def decode_batch(self) -> ScheduledBatch | None:
+        """The newest token of every sequence whose prompt has been read."""
+        sequences = sorted((each for each in self.running.values() if each.new), key=lambda each: each.slot)
+        return ScheduledBatch(tuple(sequences), tuple((each.new[-1],) for each in sequences)) if sequences else None
 
-    def beginning(self) -> Pass | None:
-        """Pieces of prompts, as many as fit `chunk` tokens when all are padded to the longest.
+    def prefill_batch(self) -> ScheduledBatch | None:
+        """Chunks of prompts, as many as fit `chunk` tokens when all are padded to the longest.
 
-        In turns the oldest comes first, so that none is forgotten, and the one of which least has been read, so that
-        a short prompt need not wait for the end of a long one.
+        Steps alternate between oldest first, so that no prompt starves, and least read first, so that a short prompt
+        need not wait for the end of a long one.
         """
-        lines: list[Running] = []
-        pieces: list[tuple[int, ...]] = []
-        unread = [line for line in self.running.values() if not line.new]
-        if self._newest_first:
-            unread.sort(key=lambda line: line.fed)
-        self._newest_first = not self._newest_first and len(unread) > 1
-        for line in unread:
-            piece = line.job.tokens[line.fed : line.fed + self.chunk]
-            width = max(len(piece), *map(len, pieces)) if pieces else len(piece)
-            if pieces and width * (len(pieces) + 1) > self.chunk:
+        sequences: list[RunningSequence] = []
+        chunks: list[tuple[int, ...]] = []
+        unread = [each for each in self.running.values() if not each.new]
+        if self._least_read_first:
+            unread.sort(key=lambda each: each.prefilled)
+        self._least_read_first = not self._least_read_first and len(unread) > 1
+        for sequence in unread:
+            chunk = sequence.spec.tokens[sequence.prefilled : sequence.prefilled + self.chunk]
+            width = max(len(chunk), *map(len, chunks)) if chunks else len(chunk)
+            if chunks and width * (len(chunks) + 1) > self.chunk:
                 break
-            lines.append(line)
-            pieces.append(piece)
-        for line, piece in zip(lines, pieces, strict=True):
-            line.fed += len(piece)
-        return Pass(tuple(lines), tuple(pieces)) if lines else None
+            sequences.append(sequence)
+            chunks.append(chunk)
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            sequence.prefilled += len(chunk)
+        return ScheduledBatch(tuple(sequences), tuple(chunks)) if sequences else None
 
 
-def finish_reason(line: Running, eos: Sequence[int]) -> str | None:
-    """Why a job ends with the newest of its tokens, if it does."""
-    if line.new[-1] in eos:
+def finish_reason(sequence: RunningSequence, eos: Sequence[int]) -> str | None:
+    """Why a sequence ends with the newest of its tokens, if it does."""
+    if sequence.new[-1] in eos:
         return "stop"
-    return "length" if len(line.new) == line.job.limit else None
+    return "length" if len(sequence.new) == sequence.spec.limit else None

@@ -1,14 +1,17 @@
-"""Between text and tokens: the checkpoint's tokenizer, text as it grows, and stop texts."""
+"""The checkpoint's tokenizer, incremental detokenization, and stop texts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from ladder.errors import LadderError
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the latter since transformers 5
-_BELIEVED = ("ladder", "llama")  # of some other models AutoTokenizer knows better than their checkpoints
+_TRUSTED = ("ladder", "llama")  # for some other models AutoTokenizer corrects what their checkpoints say
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -19,12 +22,10 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     """
     if not any((directory / name).exists() for name in _FILES):
         return None
-    from transformers.utils import logging  # seconds to import: only for those who need it
-
-    logging.set_verbosity_error()
     try:
-        tokenizer = _kind(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its own libraries raise whatever they like for a broken file
+        with _errors_only():
+            tokenizer = _kind(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers and transformers raise many types for a broken file
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise LadderError(f"the tokenizer in {directory} cannot be read: {reason[0]}") from None
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -35,11 +36,30 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     return tokenizer
 
 
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """A prompt's tokens. (Whether they fit the model's context is checked by the caller, not warned of here.)"""
+    with _errors_only():
+        return [int(token) for token in tokenizer(prompt).input_ids]
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """transformers' log without its warnings, and as it was afterwards."""
+    from transformers.utils import logging  # takes seconds to import: only where it is needed
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _kind(directory: Path) -> Any:
-    """The class that reads it. One that says it is of no special kind needs no search, which takes seconds."""
-    kind = _said(directory / "tokenizer_config.json", "tokenizer_class")
-    model = _said(directory / "config.json", "model_type")
-    if kind in _PLAIN and model in _BELIEVED and (directory / "tokenizer.json").exists():
+    """The class that reads it. A plain fast tokenizer needs no AutoTokenizer, whose import takes seconds."""
+    kind = _json_value(directory / "tokenizer_config.json", "tokenizer_class")
+    model = _json_value(directory / "config.json", "model_type")
+    if kind in _PLAIN and model in _TRUSTED and (directory / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -48,8 +68,8 @@ def _kind(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _said(file: Path, key: str) -> Any:
-    """What a file of JSON says; None where it says nothing."""
+def _json_value(file: Path, key: str) -> Any:
+    """The value of a key of a JSON file; None where either is missing."""
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     return found.get(key) if isinstance(found, dict) else None
 
@@ -57,15 +77,17 @@ def _said(file: Path, key: str) -> Any:
 class Text:
     """The text of a growing list of tokens, given out piece by piece and cut before the first stop text.
 
-    Characters whose bytes are not all there yet, and text that may turn out to begin a stop text, are held back.
+    Characters whose bytes are not complete yet, and text that may turn out to begin a stop text, are held back.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tokens: list[int] = []
-        self._settled = 0  # tokens before this one have been turned into text for good
-        self._context = 0  # decoding starts here: some tokenizers write a token differently at the very beginning
+        # None for tokenizers written in Python, which decode everything again with every token
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._decoded = 0  # characters, of which `text` has lost those after a stop text
         self.text = ""
         self.given = 0
         self.stopped = False
@@ -73,34 +95,42 @@ class Text:
     def add(self, token: int) -> str:
         """Append a token; returns the text that is now certain and has not been given out before."""
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._context : self._settled])
-        after = self._decode(self._tokens[self._context :])
-        if not after.endswith("\ufffd"):
-            self._append(after[len(before) :])
-            self._context, self._settled = self._settled, len(self._tokens)
-        return self._give(len(self.text) if self.stopped else len(self.text) - self._doubtful())
+        self._append(self._piece(token))
+        return self._give(len(self.text) if self.stopped else len(self.text) - self._possible_stop())
+
+    def _piece(self, token: int) -> str:
+        """What the newest token adds to the text; empty where characters are incomplete."""
+        if self._backend is not None:
+            try:
+                return self._stream.step(self._backend, token) or ""
+            except Exception:  # of no type of its own: bytes given out as characters became invalid with later bytes
+                self._stream = DecodeStream(skip_special_tokens=True)
+                self._stream.step(self._backend, token)  # the next token's context
+        rest = self._rest()
+        return "" if rest.endswith("\ufffd") else rest
 
     def finish(self) -> str:
         """The rest of the text, when no token follows."""
         if not self.stopped:
-            before = self._decode(self._tokens[self._context : self._settled])
-            self._append(self._decode(self._tokens[self._context :])[len(before) :])
-            self._settled = len(self._tokens)
+            self._append(self._rest())
         return self._give(len(self.text))
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _rest(self) -> str:
+        """What all tokens decode to, behind what has been decoded already."""
+        kwargs = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(self._tokens, **kwargs))[self._decoded :]
 
     def _append(self, piece: str) -> None:
         # a stop text that ends in the new piece begins at most its own length before it
         begin = max(0, len(self.text) - max((len(stop) for stop in self._stop), default=0))
+        self._decoded += len(piece)
         self.text += piece
         found = [at for stop in self._stop if (at := self.text.find(stop, begin)) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.stopped = True
 
-    def _doubtful(self) -> int:
+    def _possible_stop(self) -> int:
         """How many characters at the end could begin a stop text."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self.text)), 0, -1):

@@ -1,0 +1,131 @@
+"""How all ranks get the first rank's commands; the process groups they join; what torchrun says of a process."""
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ladder.comm.base import Comm, Solo
+from ladder.comm.distributed import Distributed
+from ladder.comm.symmetric import Symmetric
+from ladder.engine.model_runner import Command
+from ladder.errors import LadderError
+
+# Ranks wait for commands for as long as there are none; that another rank has died they notice at once.
+NO_TIMEOUT = timedelta(days=365)
+
+
+class Control(Protocol):
+    """How commands get from the first rank to all ranks."""
+
+    def share(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """The first rank's commands, on every rank."""
+        ...
+
+
+class LocalControl:
+    """For a single rank."""
+
+    def share(self, commands: Sequence[Command]) -> Sequence[Command]:
+        return commands
+
+
+class BroadcastControl:
+    """Over a process group that carries CPU tensors. No commands cost one message of a single number."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._first = dist.get_rank(group) == 0
+
+    def share(self, commands: Sequence[Command]) -> Sequence[Command]:
+        message = pickle.dumps(list(commands)) if self._first and commands else b""
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, group=self._group, group_src=0)
+        if not int(size):
+            return ()
+        body = torch.frombuffer(bytearray(message or bytes(int(size))), dtype=torch.uint8)
+        dist.broadcast(body, group=self._group, group_src=0)
+        shared: list[Command] = pickle.loads(body.numpy().tobytes())
+        return shared
+
+
+@dataclass(frozen=True)
+class TorchrunRank:
+    """This process among those that torchrun has started."""
+
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of this machine
+    local_size: int
+
+
+def torchrun_rank() -> TorchrunRank | None:
+    """What torchrun says of this process; None where it did not start it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return TorchrunRank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+
+
+def group_backend(comm_backend: str, own_gpu: bool) -> str:
+    """The backend of the process group, which also carries what symmetric memory does not: gloo on shared GPUs."""
+    if comm_backend == "nccl" and not own_gpu:
+        raise LadderError("comm_backend 'nccl' needs a GPU for every rank, some share one: use --comm-backend gloo")
+    return "nccl" if own_gpu and comm_backend != "gloo" else "gloo"
+
+
+def join(
+    rank: int,
+    size: int,
+    device: torch.device,
+    own_gpu: bool,
+    comm_backend: str,
+    timeout: float,
+    store: TCPStore | None = None,
+) -> tuple[Comm, Control]:
+    """Join the process group (torchrun's, or the one of `store`): a communicator, and the control of commands.
+
+    `comm_backend` is one of the options' COMM_BACKENDS. auto: where every rank has a GPU of its own, symmetric memory
+    if it is available, else NCCL; gloo elsewhere. Ranks that share a GPU use symmetric memory on request only, and
+    only where torch was told to allow it.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # streams and events are those of the current device
+    if size == 1:
+        return Solo(), LocalControl()
+    limit = timedelta(seconds=timeout)
+    where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    if group_backend(comm_backend, own_gpu) == "nccl":
+        # all-reduces run on a stream of high priority: they must not queue behind the compute stream's kernels
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **where)
+    else:
+        dist.init_process_group("gloo", timeout=limit, **where)
+    comm: Comm = Distributed()
+    control = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+    if comm_backend == "symmetric" or (comm_backend == "auto" and own_gpu):
+        comm = Symmetric.build(comm, control, device, required=comm_backend == "symmetric")
+    return comm, BroadcastControl(control)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def own_device(device: torch.device, local_rank: int, local_size: int) -> tuple[torch.device, bool]:
+    """The device of one of the `local_size` ranks of this machine, and whether no other rank uses it (a GPU).
+
+    `cuda` gives each rank its own GPU where there are enough; a numbered device is shared by all.
+    """
+    if device.type != "cuda":
+        return device, False
+    if device.index is not None:
+        return device, local_size == 1
+    count = torch.cuda.device_count()
+    return torch.device("cuda", local_rank % count), count >= local_size

@@ -1,0 +1,68 @@
+"""Which executor fits the options and the way this process was started."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from ladder.comm.base import Solo
+from ladder.engine.executors.control import LocalControl, group_backend, join, leave, own_device, torchrun_rank
+from ladder.engine.executors.in_process import InProcessExecutor, lost_peers
+from ladder.engine.executors.multi_process import MultiProcessExecutor
+from ladder.engine.executors.worker import follow, make_model_runner
+from ladder.engine.model_runner import Command, NewToken
+from ladder.engine.options import EngineOptions
+from ladder.engine.setup import Setup
+from ladder.errors import LadderError
+
+
+class Executor(Protocol):
+    """Takes commands and gives tokens."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots are free once every command sent so far has been carried out."""
+        ...
+
+    def send(self, commands: Sequence[Command]) -> None: ...
+
+    def poll(self) -> list[NewToken]:
+        """Wait for the next tokens (there may be none). Called only while sequences are running or waiting."""
+        ...
+
+    def close(self) -> None:
+        """Stop every rank; a second call does nothing."""
+        ...
+
+
+def adopt_torchrun_size(options: EngineOptions) -> EngineOptions:
+    """Under torchrun the number of ranks is the number of its processes."""
+    own = torchrun_rank()
+    if own is None or options.tp == own.size:
+        return options
+    if options.tp != 1:
+        raise LadderError(f"tp is {options.tp}, but torchrun started {own.size} ranks: leave out --tp")
+    return replace(options, tp=own.size)
+
+
+def start(setup: Setup, progress: Callable[[int], None] | None = None) -> Executor:
+    """The executor that fits the options and the way this process was started.
+
+    Under torchrun only the first rank returns: the others follow it, and exit when it closes. So a program that
+    torchrun starts has one LLM.
+    """
+    own, options = torchrun_rank(), setup.options
+    if own is not None and options.tp > 1:
+        device, own_gpu = own_device(setup.device, own.local_rank, own.local_size)
+        with lost_peers():
+            comm, control = join(own.rank, own.size, device, own_gpu, options.comm_backend, options.timeout)
+        runner = make_model_runner(setup, comm, device, progress if own.rank == 0 else None)
+        if own.rank == 0:
+            return InProcessExecutor(runner, control)
+        with lost_peers():
+            follow(runner, control)
+        leave()
+        raise SystemExit(0)
+    if options.tp == 1:
+        return InProcessExecutor(make_model_runner(setup, Solo(), setup.device, progress), LocalControl())
+    group_backend(options.comm_backend, own_device(setup.device, 0, options.tp)[1])  # refused before a rank is started
+    return MultiProcessExecutor(setup, progress)

@@ -1,0 +1,126 @@
+"""What the process of one rank does, and the messages it sends to the process that started it."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ladder.checkpoint import load
+from ladder.comm.base import Comm
+from ladder.comm.signalled import Signalled
+from ladder.comm.timed import Timed
+from ladder.devices import cpu_multiplies_bfloat16, silence_bfloat16_fallback
+from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device
+from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm, HeartbeatControl
+from ladder.engine.executors.rank_processes import reporting_failures
+from ladder.engine.model_runner import Command, ModelRunner, NewToken
+from ladder.engine.options import EngineOptions
+from ladder.engine.setup import Setup
+from ladder.jit import PRESENT
+from ladder.kernels.launch import Kernels
+from ladder.model import Decoder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """So many bytes of weights have been read."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The shard has been loaded."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step's tokens, and how many of the caller's messages had been received before it; from the first rank only."""
+
+    tokens: list[NewToken]
+    free_slots: int
+    received: int
+
+
+def make_model_runner(
+    setup: Setup, comm: Comm, device: torch.device, progress: Callable[[int], None] | None
+) -> ModelRunner:
+    """Load one rank's shard."""
+    if device.type == "cpu" and setup.config.dtype == "bfloat16" and not cpu_multiplies_bfloat16():
+        silence_bfloat16_fallback()
+    timed = comm if setup.link is None or comm.size == 1 else Timed(comm, setup.link)  # one rank sends nothing
+    launch, graphs = None, False
+    if (
+        device.type == "cuda"
+        and setup.options.kernels
+        and setup.config.dtype != "float64"
+        and _all_have_triton(comm, device)
+    ):
+        launch = Kernels.on(device, setup.table)
+        graphs = getattr(timed, "capturable", False)
+        if not graphs and comm.rank == 0:
+            logger.info("no CUDA graphs: this communication backend cannot be captured in one")
+        if timed.size > 1 and (graphs or getattr(timed, "signals", False)):
+            # a flag for each all-reduce, the embedding's too
+            timed = Signalled([timed], device, 2 * setup.config.layers + 1)
+    model = load(Decoder(setup.config, timed, device, expert_parallel=setup.options.expert_parallel), setup.directory, setup.options.check, progress)
+    return ModelRunner(model, setup.options.max_num_seqs, setup.options.prefill_chunk, launch, graphs)
+
+
+def _all_have_triton(comm: Comm, device: torch.device) -> bool:
+    """Ranks with and without our kernels would not make the same calls."""
+    found = bool(comm.all_gather(torch.tensor([float(PRESENT)], device=device)).all())
+    if not found and comm.rank == 0:
+        logger.warning("Triton is not installed: plain torch instead of our kernels (pip install triton)")
+    return found
+
+
+def run_rank(rank: int, port: int, pipe: Connection, options: EngineOptions, shared: Any) -> None:
+    """One rank's process, from start to end."""
+    heartbeat = Heartbeat(shared, rank)
+    heartbeat.beat()
+    with reporting_failures(pipe, heartbeat.beat):
+        # so that the ranks together use each core once, and leave some to the communication's threads
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.tp))
+        setup = Setup(options, tokenizer=False)
+        device, own_gpu = own_device(setup.device, rank, options.tp)
+        store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
+        # the watchdog finds a rank that does not answer, so collectives have no time-out
+        comm, control = join(rank, options.tp, device, own_gpu, options.comm_backend, NO_TIMEOUT.total_seconds(), store)
+        runner = make_model_runner(
+            setup, HeartbeatComm(comm, heartbeat), device, lambda count: pipe.send(Loaded(count))
+        )
+        control = HeartbeatControl(control, heartbeat)
+        pipe.send(Ready())
+        lead(runner, control, pipe, heartbeat) if rank == 0 else follow(runner, control)
+        leave()
+
+
+def lead(runner: ModelRunner, control: Control, pipe: Connection, heartbeat: Heartbeat) -> None:
+    """The first rank: receive the caller's commands, share them with the other ranks, send the tokens."""
+    received = 0
+    while not runner.stopped:
+        commands: list[Command] = []
+        heartbeat.waits()
+        while pipe.poll() or not (runner.busy or commands):  # nothing to do: wait for commands
+            commands += pipe.recv()
+            received += 1
+        runner.apply(control.share(commands))
+        tokens = runner.step() if runner.busy else []
+        if tokens or commands:
+            pipe.send(StepOutput(tokens, runner.free_slots, received))
+
+
+def follow(runner: ModelRunner, control: Control) -> None:
+    """The other ranks: carry out the first rank's commands until it shuts down."""
+    while not runner.stopped:
+        runner.apply(control.share(()))
+        if runner.busy:
+            runner.step()

@@ -1,0 +1,109 @@
+"""A model directory made ready for generation: everything is checked here, before a weight is read."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ladder.checkpoint import Directory
+from ladder.comm.base import RankOnly
+from ladder.comm.link import Link
+from ladder.config import ModelConfig
+from ladder.devices import cpu_multiplies_bfloat16, device
+from ladder.engine.options import EngineOptions, SamplingParams
+from ladder.engine.requests import Prompt, Request
+from ladder.engine.text import Text, encode, load_tokenizer
+from ladder.errors import LadderError
+from ladder.kernels.table import read_table
+from ladder.model import Decoder
+
+logger = logging.getLogger(__name__)
+
+
+class Setup:
+    """A model directory whose config, headers and tokenizer fit each other, the wiring and the number of ranks."""
+
+    def __init__(self, options: EngineOptions, tokenizer: bool = True) -> None:
+        """`tokenizer`: False where only token ids are used."""
+        self.options = options
+        self.link = None if options.emulate_link is None else Link.parse(options.emulate_link)
+        self.device = device(options.device)
+        if options.comm_backend in ("symmetric", "nccl") and self.device.type != "cuda":
+            raise LadderError(
+                f"comm_backend {options.comm_backend!r} connects GPUs, the device is {options.device}: "
+                "use --device cuda"
+            )
+        self.table = {} if options.tuned is None else read_table(options.tuned)
+        if options.tuned is not None and self.device.type != "cuda":
+            raise LadderError(f"tuned kernels are for GPUs, the device is {options.device}: use --device cuda")
+        self.directory = Directory(options.model)
+        config = self.directory.config
+        if options.wiring is not None:
+            config = config.rewired(options.wiring)
+        config = replace(config, dtype=self._dtype(config.dtype))
+        self.config: ModelConfig = config
+        config.check_degree(options.tp, options.expert_parallel)
+        if config.ranks not in (1, options.tp):
+            raise LadderError(
+                f"{options.model} was trained for {config.ranks} ranks, not {options.tp}: give --tp {config.ranks}"
+            )
+        ranks = (
+            Decoder(config, RankOnly(rank, options.tp), device="meta", expert_parallel=options.expert_parallel)
+            for rank in range(options.tp)
+        )
+        shards = [shard for rank in ranks for shard in rank.shards()]
+        self.directory.check(shards)
+        self.weight_bytes = sum(s.target.numel() * s.target.element_size() for s in shards)  # of all ranks together
+        self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
+
+    def _dtype(self, stored: str) -> str:
+        """The dtype to compute in: the one that was asked for, else the checkpoint's where this device has it."""
+        if self.options.dtype != "auto":
+            return self.options.dtype
+        if stored != "bfloat16" or self.device.type != "cpu" or cpu_multiplies_bfloat16():
+            return stored
+        logger.info("dtype auto: float32 instead of bfloat16, this CPU has no bf16 products")
+        return "float32"
+
+    def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
+        """Tokenize and check the prompts, which are numbered from `first`."""
+        if isinstance(prompts, str | bytes):
+            raise LadderError("prompts must be a list: write [prompt] for a single one")
+        if not isinstance(params, SamplingParams):
+            raise LadderError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
+        if params.stop and self.tokenizer is None:
+            raise LadderError(f"stop texts need a tokenizer, {self.options.model} has none")
+        requests = []
+        for index, prompt in enumerate(prompts, first):
+            tokens = self._tokens(prompt, index)
+            room = self.config.context - len(tokens)
+            if room < 1:
+                raise LadderError(
+                    f"prompt {index} has {len(tokens)} tokens, which leaves no room in the model's context of "
+                    f"{self.config.context}"
+                )
+            text = Text(self.tokenizer, params.stop) if self.tokenizer is not None else None
+            requests.append(Request(index, tokens, min(params.max_new_tokens, room), params, text))
+        return requests
+
+    def _tokens(self, prompt: Prompt, index: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise LadderError(f"{self.options.model} has no tokenizer: give the prompt as token ids")
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError:
+                raise LadderError(f"prompt {index} is not valid UTF-8") from None
+            tokens = encode(self.tokenizer, prompt)
+        else:
+            if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+                raise LadderError(f"prompt {index} must be a text or a list of ids, not {type(prompt).__name__}")
+            tokens = list(prompt)  # type: ignore[arg-type]
+            if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+                raise LadderError(f"prompt {index} has ids that are not whole numbers: {tokens[:8]}")
+        if not tokens:
+            raise LadderError(f"prompt {index} is empty: it has no tokens to start from")
+        wrong = [token for token in tokens if not 0 <= token < self.config.vocab]
+        if wrong:
+            last = self.config.vocab - 1
+            raise LadderError(f"prompt {index} has the token {wrong[0]}, the model's vocabulary is 0 to {last}")
+        return tokens
