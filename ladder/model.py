@@ -28,7 +28,7 @@ from ladder.layers.norm import RMSNorm
 from ladder.layers.rope import frequencies
 from ladder.layers.shard import Shard, Sharded
 from ladder.residual import ResidualStream
-from ladder.wiring import SubBlock
+from ladder.wiring import SubBlock, Wiring
 
 
 class Layer(nn.Module):
@@ -109,6 +109,11 @@ class Decoder(nn.Module):
                 continue
             room = "" if module is self.lm_head else "model."
             yield from module.shards(room + path[: path.rfind(".") + 1])
+
+    def rewire(self, pattern: str) -> None:
+        """Give the layers another wiring; no tensor changes."""
+        for layer, wiring in zip(self.layers, Wiring.parse(pattern, len(self.layers)).sub_blocks(), strict=True):
+            layer.wiring = wiring  # type: ignore[assignment]
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """An empty cache for this rank's heads."""

@@ -33,7 +33,6 @@ from ladder.comm.timed import Timed
 from ladder.config import ModelConfig
 from ladder.layers.attention import KVCache
 from ladder.model import Decoder
-from ladder.wiring import Wiring
 
 ARMS = ("standard", "ladder", "none")
 
@@ -64,12 +63,6 @@ def model_for(setting: Setting, comm: Comm) -> Decoder:
     return model
 
 
-def rewire(model: Decoder, pattern: str) -> None:
-    """A wiring changes no tensor: the same weights serve every arm."""
-    for layer, wiring in zip(model.layers, Wiring.parse(pattern, len(model.layers)).sub_blocks(), strict=True):
-        layer.wiring = wiring  # type: ignore[assignment]
-
-
 def decoding(model: Decoder, setting: Setting) -> KVCache:
     """A cache with every request about to write its last position, its memory touched by one step."""
     cache = model.new_cache(setting.batch, setting.context)
@@ -90,7 +83,7 @@ def step_seconds(model: Decoder, setting: Setting, cache: KVCache) -> float:
 
 def sub_block_ms(model: Decoder, setting: Setting, cache: KVCache) -> dict[str, float]:
     """Median milliseconds of one attention and one MLP, norm included, inside steps without communication."""
-    rewire(model, "none")
+    model.rewire("none")
     times: dict[str, list[float]] = {"attention": [], "mlp": []}
     begun = 0.0
 
@@ -121,7 +114,7 @@ def turns(model: Decoder, setting: Setting, cache: KVCache, arms: tuple[str, ...
     steps: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(setting.steps):
         for arm in arms:
-            rewire(model, arm)
+            model.rewire(arm)
             steps[arm].append(step_seconds(model, setting, cache) * 1e3)
     return {arm: statistics.median(found) for arm, found in steps.items()}
 

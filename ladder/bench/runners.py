@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ladder.bench.cells import Cell
-from ladder.bench.overlap import rewire
 from ladder.comm.base import Comm
 from ladder.engine.fused import Fused
 from ladder.engine.graphs import LONGEST, Graphs
@@ -51,7 +50,7 @@ class Plain:
 
     def _enter(self, length: int) -> None:
         """The model is this arm's from here on."""
-        rewire(self._model, self._cell.wiring)
+        self._model.rewire(self._cell.wiring)
         self._model.comm = self._wire
         self._cache.lengths = [length] * len(self._cache.lengths)
 
@@ -88,7 +87,7 @@ class Captured:
         self._decoding.replay(self._lines)
 
     def _enter(self) -> None:
-        rewire(self._model, self._cell.wiring)
+        self._model.rewire(self._cell.wiring)
         self._model.comm = self._wire
         self._cache.lengths = [0] * len(self._cache.lengths)
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ladder.bench.overlap import rewire
 from ladder.comm.base import Comm, Solo
 from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
@@ -62,7 +61,7 @@ def prompt_operations(model: Decoder, batch: int, tokens: int) -> float:
 
 def wired(model: Decoder, pattern: str, link: Link | None, lanes: int, device: torch.device) -> None:
     """Set the wiring and the wire of a rank that is alone; both change no tensor."""
-    rewire(model, pattern)
+    model.rewire(pattern)
     size = model.comm.size
     if size == 1:
         model.comm = Solo()

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ladder.bench.lanes import Span, Step, draw
-from ladder.bench.overlap import rewire
 from ladder.bench.ranks import run_ranks
 from ladder.checkpoint import Source, load
 from ladder.comm.base import Comm, Pending
@@ -187,7 +186,7 @@ def trace_rank(comm: Comm, device: torch.device, plan: Plan) -> None:
 
     steps = []
     for wiring in plan.wirings:
-        rewire(model, wiring)
+        model.rewire(wiring)
         for _ in range(WARM_UP):
             step(wiring)
         timed = sorted((step(wiring) for _ in range(STEPS)), key=lambda step: step.ms)
