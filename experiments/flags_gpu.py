@@ -12,12 +12,12 @@ import statistics
 from typing import Any
 
 import torch
+from ladder.bench.shard import Case, shard
 from torch import Tensor
 
 from ladder.bench import shard as shards
 from ladder.bench.machine import machine
 from ladder.bench.one_rank import decode
-from ladder.bench.shard import Case, shard
 from ladder.comm.base import Pending
 from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import OneRank

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.lanes import plainly, plotting
-from ladder.report.arms import looks
+from ladder.plotting import load_pyplot, plot_style
+from ladder.report.looks import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
 SAID = {
@@ -24,8 +24,8 @@ HALF = "standard:15 ladder:15"
 
 
 def main() -> None:
-    pyplot = plotting()
-    with plainly(pyplot, **{"font.size": 10}):
+    pyplot = load_pyplot()
+    with plot_style(pyplot, **{"font.size": 10}):
         for draw in (scratch, adaptation, latency):
             figure = draw(pyplot)
             if figure is not None:

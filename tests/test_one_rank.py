@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.bench import one_rank, step_trace
+from ladder.bench import one_rank
 from ladder.bench.one_rank import WIRINGS, bound_ms, spread
-from ladder.bench.step_trace import kernels_of, step_of
+from ladder.bench.trace import step_trace
+from ladder.bench.trace.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
 from ladder.comm.base import Solo
 from ladder.comm.link import Link
@@ -144,7 +145,7 @@ def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
     step = step_of(kernels_of(tmp_path / "trace.json"), model, "ladder")
     assert [span.name for span in step.compute] == ["attention 0", "MLP 0", "attention 1", "MLP 1"]
     assert [(round(w.begin * 1e3), round(w.end * 1e3)) for w in step.waits[1:]] == [(27, 31)]
-    assert len(step.wire) == 5
+    assert len(step.comm) == 5
 
 
 SHAPES = [
