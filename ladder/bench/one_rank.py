@@ -23,7 +23,7 @@ import torch
 
 from ladder.bench.machine import machine, milliseconds, peaks, spread
 from ladder.bench.model import Case, FusedModel, configure, random_model
-from ladder.comm.base import Solo
+from ladder.comm.base import Comm, Solo
 from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
@@ -42,10 +42,17 @@ CONTEXT = 1024
 
 
 def decode(
-    model: Decoder, cache: KVCache, kernels: Kernels, batch: int, pattern: str, link: Link | None, concurrent: int = 1
+    model: Decoder,
+    cache: KVCache,
+    kernels: Kernels,
+    batch: int,
+    pattern: str,
+    link: Link | None,
+    concurrent: int = 1,
+    rank: Callable[..., Comm] = OneRank,
 ) -> list[float]:
     """Milliseconds of the decode steps of a wiring, each a replay of its graph."""
-    configure(model, pattern, link, concurrent)
+    configure(model, pattern, link, concurrent, rank)
     return milliseconds(FusedModel(model, cache, kernels).decode_step(batch, CONTEXT))
 
 

@@ -18,6 +18,7 @@ from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
 from ladder.errors import LadderError
+from ladder.files import write_text
 from ladder.jit import PRESENT
 from ladder.kernels.ops import Kernels
 from ladder.kernels.table import MOST, Config, Shape, Table, candidates, read_table
@@ -102,9 +103,7 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[d
                 table[_shape(found)] = json.dumps(found)
             else:
                 yield found
-    partial = out.with_name(f"{out.name}.partial")
-    partial.write_text("".join(f"{line}\n" for line in table.values()), encoding="utf-8")
-    partial.replace(out)
+    write_text(out, "".join(f"{line}\n" for line in table.values()))
 
 
 def _shape(line: dict[str, Any]) -> str:
