@@ -44,8 +44,8 @@ def answers(directory: Path, device: str, **options: Any) -> tuple[list[tuple[in
 
 
 def main(device: str) -> int:
-    report(check="machine", gpu=torch.cuda.get_device_name(0), torch=torch.__version__, python=platform.python_version(),
-         ok=True)  # fmt: skip
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    report(check="machine", gpu=torch.cuda.get_device_name(0), **versions, ok=True)
     good = True
     for name, config in SIZES.items():
         directory = Path(tempfile.mkdtemp()) / "model"

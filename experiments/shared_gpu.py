@@ -2,8 +2,8 @@
 
 python experiments/shared_gpu.py [DEVICE] > results/shared_gpu.jsonl
 
-Real processes over gloo, float32, ragged batches; an emulated link on the GPU is checked against the GPU's clock, outside
-and inside a CUDA graph. One JSON line per check; the exit status is 1 if any failed.
+Real processes over gloo, float32, ragged batches; an emulated link on the GPU is checked against the GPU's clock,
+outside and inside a CUDA graph. One JSON line per check; the exit status is 1 if any failed.
 """
 
 import json

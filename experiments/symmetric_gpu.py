@@ -1,10 +1,10 @@
-"""Symmetric memory between ranks that share one GPU: all-reduces against float64, the engine's tokens against one CPU rank.
+"""Symmetric memory between ranks that share one GPU: all-reduces against float64, tokens against one CPU rank.
 
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python experiments/symmetric_gpu.py [DEVICE] > results/symmetric_gpu.jsonl
 
 Ranks on one GPU take turns on it, so an all-reduce takes milliseconds: this shows whether it is right, not how fast it
-is. Each part is a process of its own, which is ended when it writes no line for too long. One JSON line per check; the exit
-status is 1 if any failed.
+is. Each part is a process of its own, which is ended when it writes no line for too long. One JSON line per check; the
+exit status is 1 if any failed.
 """
 
 import contextlib

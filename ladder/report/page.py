@@ -108,7 +108,8 @@ def summary(lines: ReportData, figures: Mapping[str, Sequence[Panel]]) -> list[s
     if ladder:
         low, middle, high = ladder[0], median(ladder), ladder[-1]
         cells = f"over {len(ladder)} cells of size, TP, link and batch" if len(ladder) > 1 else "in one cell"
-        sentences.append(f"Ladder gives {low:.2f} to {high:.2f} times standard's tokens/s {cells} (median {middle:.2f}).")
+        times = f"{low:.2f} to {high:.2f} times standard's tokens/s {cells} (median {middle:.2f})"
+        sentences.append(f"Ladder gives {times}.")
     return sentences
 
 
