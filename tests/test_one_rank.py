@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ladder.bench import one_rank
+from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import WIRINGS, bound_ms, spread
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.step_trace import kernels_of, step_of
@@ -21,8 +22,10 @@ from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
+from ladder.engine import graphs
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
+from ladder.kernels.ops import Twins
 from ladder.kernels.table import SHARED, Gemv, Shape, Skinny, Split, Table, candidates, rule, sound
 from ladder.model import Decoder
 from ladder.wiring import Wiring
@@ -116,6 +119,26 @@ def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     solo.begin()
     pending = solo.all_reduce(torch.ones(2))
     assert isinstance(pending, Flagged) and pending.flag is None  # who sets no flags is waited for by events
+
+
+@pytest.mark.parametrize("part, output", [("attention", "self_attn.o_proj"), ("mlp", "mlp.down_proj")])
+def test_a_step_without_a_sub_block(part: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the logits of a model in which that sub-block adds nothing. A graph is the function it captures here."""
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (Graph(), step()))
+    model = random_model(Case("tiny", 1), Solo(), torch.device("cpu"), torch.float32)
+
+    def logits(without: str | None) -> torch.Tensor:
+        configure(model, "standard", None)
+        return FusedModel(model, model.new_cache(3, 8), Twins(), without).decode_step(2, 8)()
+
+    whole, lacking = logits(None), logits(part)
+    for layer in model.layers:
+        layer.get_submodule(output).weight.zero_()  # type: ignore[operator, union-attr]
+    assert torch.allclose(lacking, logits(None), rtol=1e-5, atol=1e-6) and not torch.allclose(lacking, whole, rtol=1e-2)
 
 
 def test_spread() -> None:

@@ -115,11 +115,11 @@ def _grouped(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    """A table; what is the same in all rows is said above it."""
+    """A table; what is the same in all rows stands above it."""
     first = rows[0]
     same = [key for key in GIVEN if key != "wiring" and len({row[key] for row in rows}) == 1]
-    said = ", ".join(f"{GIVEN[key]} {first[key]}" for key in same)
-    typer.echo(f"{first['size']} on {first['chip']}, engine {first['engine']}, {said}")
+    common = ", ".join(f"{GIVEN[key]} {first[key]}" for key in same)
+    typer.echo(f"{first['size']} on {first['chip']}, engine {first['engine']}, {common}")
     columns = {key: head for key, head in (GIVEN | FIGURES).items() if key not in same}
     table = Table(*(Column(head, justify="right", no_wrap=True) for head in columns.values()), box=SIMPLE_HEAD)
     for row in rows:

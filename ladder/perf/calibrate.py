@@ -107,13 +107,15 @@ def measured(path: Path, engine: Engine) -> list[Target]:
         if row.get("layers", config.layers) != config.layers:
             config = config.first(row["layers"])
         name = row.get("link_name", row.get("link"))
-        silent = not config.rewired(row["wiring"]).wiring.sums()
-        if name == "zero" or (row.get("link_kind") == "real" and not silent):  # no time of a link is known of those
+        without_communication = not config.rewired(row["wiring"]).wiring.sums()
+        if name == "zero" or (
+            row.get("link_kind") == "real" and not without_communication
+        ):  # no time of a link is known of those
             continue
         link = LINKS.get(name or "")
         if link is None and row.get("link_alpha_us") is not None:
             link, name = Link(row["link_alpha_us"] * 1e-6, (row["link_beta_gb_s"] or float("inf")) * 1e9), None
-        if silent or link is not None:
+        if without_communication or link is not None:
             link = link or Link(0.0, float("inf"))
             s = Setting(
                 config.rewired(row["wiring"]), row["tp"], row["batch"], row["context"], 0, chip, engine, link, name

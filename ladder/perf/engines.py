@@ -1,4 +1,5 @@
-"""Engines: what software makes of a chip. Each row is fitted to measurements; no row knows a model's size.
+"""Engines: which share of a chip a piece of software reaches. Each row is fitted to measurements and holds for all
+sizes.
 
 A sub-block's time is its overhead + what it reads / (reach x the chip's rate), or its operations / (efficiency x the
 chip's rate), whichever is longer. An all-reduce that runs behind a computation still slows it: by `contention` x its
@@ -33,7 +34,7 @@ class Engine:
     prompt: Stage
     cache: float  # how often keys and values are moved beyond being read once, by heads that share them
     step: float  # a step's own overhead
-    all_reduce: float  # seconds of an all-reduce beside what its link says
+    all_reduce: float  # seconds of an all-reduce beyond its link's time
     launch: float  # what starting one costs the computation
     contention: (
         float  # of a hidden all-reduce's time, for one token; more by `contention_growth` for each doubling of tokens

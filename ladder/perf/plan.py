@@ -64,7 +64,7 @@ def known_size(name: str) -> ModelConfig:
 
 
 def known_link(text: str, more: Sequence[str] = ()) -> tuple[Link, str | None]:
-    """A link, and its name if it is one of the table. `more`: words that the caller knows beside links."""
+    """A link, and its name if it is one of the table. `more`: words that the caller takes beside links."""
     try:
         return Link.parse(text), text if text in LINKS else None
     except LadderError as error:
@@ -119,7 +119,7 @@ def setting(d: Deployment) -> Setting:
 
 
 def _link(d: Deployment) -> tuple[Link, str | None]:
-    """The link of the all-reduces, with its name where the engine may know more of it."""
+    """The link of the all-reduces, with its name where the engine may have more figures of it."""
     own = link_of(d.wiring)
     link, name = known_link(d.link)
     if own is not None:

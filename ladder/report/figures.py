@@ -22,7 +22,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Mark:
-    """One number of one arm: at `x`, with the spread of its repetitions and what to say of it."""
+    """One number of one arm: at `x`, with the spread of its repetitions and its tooltip."""
 
     arm: str
     x: float
@@ -146,7 +146,7 @@ def setting(rows: Sequence[Row]) -> str:
 
 
 def facts(rows: Sequence[Row]) -> str:
-    """What a figure says of its origin: setting, commits, dates."""
+    """Where a figure comes from: setting, commits, dates."""
     commits = ", ".join(sorted({row.commit for row in rows if row.commit})) or "unknown"
     dates = sorted({row.time[:10] for row in rows if row.time})
     span = "date unknown" if not dates else dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -166,17 +166,17 @@ def link_name(link: str | None, rows: Sequence[Row]) -> str:
 
 def _by_link(rows: Sequence[Row], name: Callable[[Row], str | None]) -> dict[str | None, list[Row]]:
     """The newest row of each cell by link; arms that have their own link join all others."""
-    guests = [row for row in rows if row.arm in ANY_LINK]
-    hosts = [row for row in rows if row.arm not in ANY_LINK] or guests
+    anywhere = [row for row in rows if row.arm in ANY_LINK]
+    bound = [row for row in rows if row.arm not in ANY_LINK] or anywhere
     found = {}
-    for link, own in grouped(hosts, name).items():
-        joining = [row for row in guests if name(row) != link] + [row for row in guests if name(row) == link]
+    for link, own in grouped(bound, name).items():
+        joining = [row for row in anywhere if name(row) != link] + [row for row in anywhere if name(row) == link]
         found[link] = list({(row.arm, row.tp, row.batch, _distinct(row)): row for row in [*joining, *own]}.values())
     return found
 
 
 def _distinct(row: Row) -> str | None:
-    """Guests meet a link once; rows of its own are told apart by its full name."""
+    """An arm of any link counts once; other rows are distinguished by the full name of their link."""
     return None if row.arm in ANY_LINK else row.link
 
 

@@ -218,7 +218,7 @@ def _log_ticks(axis: Any, which: str, low: float, high: float, nought: float | N
 def _finish(
     pyplot: Any, drawn: Any, panel: Panel, arms: Sequence[str], looks: dict[str, Look], title: str, bars: bool = False
 ) -> Any:
-    """Title and legend above, and below the line that says what was measured where; each at its distance in inches."""
+    """Title and legend above, and below where and how it was measured; each at its distance in inches."""
     where = joined(*(f"{key} {value}" if key in _PREFIX else value for key, value in choices(panel)))
     width, height = drawn.get_size_inches()
     lines = textwrap.wrap(panel.facts, int(15 * width)) + textwrap.wrap(panel.remark, int(15 * width))

@@ -123,7 +123,7 @@ class Lanes:
     source: str
     rank: int
     steps: Sequence[Step]
-    facts: dict[str, str]  # what the lines say of themselves beside the spans
+    facts: dict[str, str]  # chip, link and the like, where the lines have them
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ReportData:
 
 
 def load(inputs: Sequence[Path]) -> ReportData:
-    """The measurements and the steps of all files, in order, or one sentence that says why not."""
+    """The measurements and the steps of all files, in order; files that hold neither are refused."""
     if not inputs:
         raise LadderError("no file of measurements: make one with `ladder bench`")
     rows: list[Row] = []

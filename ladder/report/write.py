@@ -20,7 +20,7 @@ from ladder.report.rows import load
 def report(inputs: Sequence[Path], out: Path) -> list[Path]:
     """Write `report.html` and the pictures into the folder `out`; the files written, the page first."""
     lines = load(inputs)
-    load_pyplot()  # or the sentence that says how to get it, before anything is written
+    load_pyplot()  # an error before anything is written
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a folder for the report")
     out.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from ladder.perf.arms import wiring_of
 from ladder.perf.costs import ELEMENT_BYTES, RankCosts
 from ladder.wiring import Wiring
 
-PATIENCE = 1.0  # seconds for one arm's prompts, if that allows for more than FEWEST
+PROMPT_SECONDS = 1.0  # for all of one arm's prompts, if that allows for more than FEWEST
 FEWEST = 3
 WARM_UP = {"cpu": 1, "cuda": 15}  # rounds; a GPU's clocks rise first
 ALL_REDUCES = 20  # that are timed by themselves
@@ -110,13 +110,13 @@ def _first_tokens(
     runners: dict[Cell, Runner], clock: Callable[[Callable[[], object]], float], repetitions: int
 ) -> dict[Cell, list[float]]:
     """Milliseconds of each arm's prompts, in turns. A first time compiles and captures, and counts for nothing; the
-    second says how many there is patience for.
+    second decides how many follow.
     """
     for each in runners.values():
         each.prompt()
     found = {arm: [clock(each.prompt) * 1e3] for arm, each in runners.items()}
     longest = max(times[0] for times in found.values()) / 1e3
-    for _ in range(1, max(FEWEST, min(repetitions, int(PATIENCE / longest)))):
+    for _ in range(1, max(FEWEST, min(repetitions, int(PROMPT_SECONDS / longest)))):
         for arm, each in runners.items():
             found[arm].append(clock(each.prompt) * 1e3)
     return found
@@ -126,7 +126,7 @@ def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, ops: Ops | No
     """An arm on its link: by kernels and graphs where there are `ops`, else by plain layers."""
     if cell.mode == "one-rank":
         assert ops is not None
-        configure(model, cell.wiring, None if _silent(cell) else cell.emulated_link)
+        configure(model, cell.wiring, None if _without_communication(cell) else cell.emulated_link)
         return GraphRunner(model, cache, cell, model.comm, ops)
     own = _comm(cell, comm)
     if ops is None:
@@ -181,12 +181,12 @@ def _messages_ms(cell: Cell, model: Decoder, comm: Comm, ops: Ops | None) -> tup
 
 def _comm(cell: Cell, comm: Comm) -> Comm:
     """An arm's communicator. Without communication there is not even the embedding's all-reduce."""
-    if comm.size > 1 and _silent(cell):
+    if comm.size > 1 and _without_communication(cell):
         return OneRank(comm.size)
     return comm if cell.emulated_link is None else Timed(comm, cell.emulated_link)
 
 
-def _silent(cell: Cell) -> bool:
+def _without_communication(cell: Cell) -> bool:
     return not Wiring.parse(cell.wiring, cell.layers).sums()
 
 
@@ -219,7 +219,9 @@ def figures(cell: Cell, config: ModelConfig, timings: Timings, peak: dict[str, f
     rate = cell.batch * cell.new / (ttft + (cell.new - 1) * tpot) * 1e3
     read = costs.step_bytes(cell.batch, cell.context) / tpot / 1e9
     work = costs.prompt_operations(cell.batch, cell.prompt) / ttft / 1e9
-    all_reduces = 0 if cell.tp == 1 or _silent(cell) else Wiring.parse(cell.wiring, cell.layers).sums() + 1
+    all_reduces = (
+        0 if cell.tp == 1 or _without_communication(cell) else Wiring.parse(cell.wiring, cell.layers).sums() + 1
+    )
     comm = all_reduces * timings.all_reduce + timings.all_gather if all_reduces else 0.0
     exposed = max(0.0, tpot - timings.none)
     half = cell.dtype in ("bfloat16", "float16") or cell.device == "cpu"  # a GPU's peak is that of bfloat16

@@ -103,8 +103,8 @@ def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]
                 yield known
             else:
                 todo.append(cell)
-        for told in _measured(todo) if todo else ():
-            match told:
+        for result in _measured(todo) if todo else ():
+            match result:
                 case StepsDone(count, what):
                     steps += count
                     progress(steps, total, what)
@@ -131,7 +131,7 @@ def _measured(todo: Sequence[Cell]) -> Iterator[StepsDone | Measured]:
 
 
 def line_of(cell: Cell) -> dict[str, Any]:
-    """What a line says of its cell."""
+    """A line's description of its cell."""
     line = {field.name: getattr(cell, field.name) for field in fields(Cell)}
     del line["repetitions"], line["device"]
     link = cell.emulated_link
@@ -181,7 +181,7 @@ _CELL = ("size", "tp", "batch", "prompt", "new", "cell_link", "mode", "layers")
 
 
 def _title(row: Mapping[str, Any]) -> list[str]:
-    """What a cell is, in parts: those that all cells share need not be said of each."""
+    """What a cell is, in parts: those that all cells have in common are shown once."""
     part = "" if row["layers"] == row["of_layers"] else f" ({row['layers']} of {row['of_layers']} layers)"
     parts = [f"{row['size']}{part}", f"TP {row['tp']}", f"batch {row['batch']}", f"{row['prompt']}+{row['new']} tokens"]
     return parts + ([f"link {row['cell_link']} ({row['link_kind']})"] if row["cell_link"] else [])
