@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ladder.comm.base import Comm, Solo
 from ladder.comm.link import Link
@@ -22,6 +23,8 @@ from ladder.model import Decoder
 
 CAPTURED_PROMPT = LONGEST  # tokens of the longest prompt that is computed by a CUDA graph
 captured_length = Graphs.width  # what such a prompt is filled up to
+# kind, where its computation begins, and where it ends
+SUB_BLOCKS = (("attention", "input_layernorm", "self_attn"), ("MLP", "post_attention_layernorm", "mlp"))
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,21 @@ def configure(
     else:
         comms = [rank(size, link) for _ in range(concurrent)]
         model.comm = Signalled(comms, model.embed_tokens.weight.device, 2 * model.config.layers + 2)
+
+
+def watch_sub_blocks(model: Decoder, begin: Callable[[str], None], end: Callable[[str], None]) -> list[RemovableHandle]:
+    """Call `begin` and `end` around what every sub-block computes, its norm included and its wait for the stream not,
+    with its kind and its layer, as in "attention 3"; layers may share their modules. Returns the hooks, to be removed.
+    """
+    hooks: dict[nn.Module, list[RemovableHandle]] = {}
+    for number, layer in enumerate(model.layers):
+        for kind, first, last in SUB_BLOCKS:
+            norm, block, name = layer.get_submodule(first), layer.get_submodule(last), f"{kind} {number}"
+            if block not in hooks:
+                before = norm.register_forward_pre_hook(lambda *_, name=name: begin(name))
+                after = block.register_forward_hook(lambda *_, name=name: end(name))
+                hooks[block] = [before, after]
+    return [hook for pair in hooks.values() for hook in pair]
 
 
 class FusedModel:

@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks, together
 from ladder.checkpoint import Random, load
 from ladder.comm.base import Comm, Solo
@@ -58,8 +59,11 @@ class OverlapSetting:
 def model_for(setting: OverlapSetting, comm: Comm) -> Decoder:
     """Layers take turns with the weights of the first two: no cache holds those, so they are read from memory anew."""
     s = setting
-    config = ModelConfig(s.hidden, 2, s.heads, s.heads, s.ffn, vocab=256, context=s.context)
-    model = load(Decoder(config, comm), Random())
+    two, all_of_them = (
+        ModelConfig(s.hidden, layers, s.heads, s.heads, s.ffn, vocab=256, context=s.context) for layers in (2, s.layers)
+    )
+    model = load(Decoder(two, comm), Random())
+    model.config = all_of_them
     model.layers = nn.ModuleList(copy(model.layers[index % 2]) for index in range(s.layers))
     return model
 
@@ -88,21 +92,14 @@ def sub_block_ms(model: Decoder, setting: OverlapSetting, cache: KVCache) -> dic
     times: dict[str, list[float]] = {"attention": [], "mlp": []}
     begun = 0.0
 
-    def begin(*_: object) -> None:
+    def begin(name: str) -> None:
         nonlocal begun
         begun = time.perf_counter()
 
-    def end(name: str) -> Callable[..., None]:
-        return lambda *_: times[name].append((time.perf_counter() - begun) * 1e3)
+    def end(name: str) -> None:
+        times[name.split()[0].lower()].append((time.perf_counter() - begun) * 1e3)
 
-    hooks = []
-    for layer in model.layers[:2]:  # the modules that all layers share
-        for name, norm, block in (
-            ("attention", "input_layernorm", "self_attn"),
-            ("mlp", "post_attention_layernorm", "mlp"),
-        ):
-            hooks.append(layer.get_submodule(norm).register_forward_pre_hook(begin))
-            hooks.append(layer.get_submodule(block).register_forward_hook(end(name)))
+    hooks = watch_sub_blocks(model, begin, end)
     for _ in range(setting.steps):
         step_seconds(model, setting, cache)
     for hook in hooks:

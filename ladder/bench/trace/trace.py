@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks
 from ladder.bench.trace.lanes import Span, Step, draw
 from ladder.checkpoint import Source, load
@@ -147,23 +148,20 @@ class _GpuAllReduce:
         return self._x
 
 
-def watch_sub_blocks(model: Decoder, recorder: Recorder) -> None:
+def record_sub_blocks(model: Decoder, recorder: Recorder) -> None:
     """A span, and a range in the profiler's trace, for every attention and every MLP."""
-    for number, layer in enumerate(model.layers):
-        for child, kind in (("self_attn", "attention"), ("mlp", "MLP")):
-            block = layer.get_submodule(child)
-            block.forward = _watched(block.forward, f"{kind} {number}", recorder)
+    begun: list[tuple[Any, record_function]] = []
 
+    def begin(name: str) -> None:
+        begun.append((recorder.mark(), record_function(name)))
+        begun[-1][1].__enter__()
 
-def _watched(forward: Any, name: str, recorder: Recorder) -> Any:
-    def watched(*arguments: Any) -> Any:
-        begin = recorder.mark()
-        with record_function(name):
-            output = forward(*arguments)
-        recorder.add("compute", name, begin, recorder.mark())
-        return output
+    def end(name: str) -> None:
+        mark, range_ = begun.pop()
+        range_.__exit__(None, None, None)
+        recorder.add("compute", name, mark, recorder.mark())
 
-    return watched
+    watch_sub_blocks(model, begin, end)
 
 
 def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
@@ -171,7 +169,7 @@ def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
     recorder = Recorder(device)
     traced = Traced(comm if setting.link is None else Timed(comm, setting.link), recorder, device)
     model = load(Decoder(setting.config, traced, device), setting.source)
-    watch_sub_blocks(model, recorder)
+    record_sub_blocks(model, recorder)
     cache = model.new_cache(setting.batch, setting.context)
     cache.advance([setting.context - 1] * setting.batch)
     tokens = torch.zeros(setting.batch, 1, dtype=torch.long, device=device)
