@@ -82,24 +82,26 @@ def main() -> None:
         parser.error("--between takes shares of the way, above 0 and below 1")
     if given.optimizer == "muon" and others:
         parser.error(f"--optimizer muon trains weights as they are, and {' '.join(others)} do not")
-    asked = Asked(given)
+    experiment = Experiment(given)
     if not given.alone:
-        asked.tell("original", "standard", load(given.model))
-        for wiring in dict.fromkeys(asked.wiring(arm) for arm in given.arm):
+        experiment.write("original", "standard", load(given.model))
+        for wiring in dict.fromkeys(experiment.wiring(arm) for arm in given.arm):
             if wiring != "standard":
-                asked.tell(f"rewired {wiring}", wiring, rewire(load(given.model), wiring))
+                experiment.write(f"rewired {wiring}", wiring, rewire(load(given.model), wiring))
     for arm in given.arm:
         if is_fitted(arm):
-            start, facts = asked.fitted(arm)
-            asked.tell(start.name, asked.wiring(arm), load(start), **facts)
-        out, facts = asked.trained(arm)
-        asked.tell(out.name, asked.wiring(arm), asked.loaded(out, arm), **facts)
+            start, facts = experiment.fitted(arm)
+            experiment.write(start.name, experiment.wiring(arm), load(start), **facts)
+        out, facts = experiment.trained(arm)
+        experiment.write(out.name, experiment.wiring(arm), experiment.loaded(out, arm), **facts)
         for share in given.between if is_fitted(arm) else ():
-            asked.tell(f"{out.name} {share:g}", asked.wiring(arm), between(start, out, share), share=share, **facts)
+            experiment.write(
+                f"{out.name} {share:g}", experiment.wiring(arm), between(start, out, share), share=share, **facts
+            )
 
 
-class Asked:
-    """What the command line wants."""
+class Experiment:
+    """The arms of one command line, in one folder."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
@@ -163,7 +165,7 @@ class Asked:
             facts["seconds"] = float(taken.read_text())
         return out, facts
 
-    def tell(self, name: str, wiring: str, model: Any, **facts: Any) -> None:
+    def write(self, name: str, wiring: str, model: Any, **facts: Any) -> None:
         kept = self._given.work / f"measured{'-quick' * self._given.quick} {name}.json"
         if not kept.exists():
             about = {"model": self._given.model.name, "data": self._given.data.name, **machine(torch.device(DEVICE))}

@@ -31,7 +31,7 @@ SIZES = {
 }
 
 
-def tell(**line: Any) -> bool:
+def report(**line: Any) -> bool:
     print(json.dumps(line), flush=True)
     return bool(line["ok"])
 
@@ -44,8 +44,8 @@ def answers(directory: Path, device: str, **options: Any) -> tuple[list[tuple[in
 
 
 def main(device: str) -> int:
-    tell(check="machine", gpu=torch.cuda.get_device_name(0), torch=torch.__version__, python=platform.python_version(),
-         ok=True)  # fmt: skip
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    report(check="machine", gpu=torch.cuda.get_device_name(0), **versions, ok=True)
     good = True
     for name, config in SIZES.items():
         directory = Path(tempfile.mkdtemp()) / "model"
@@ -56,7 +56,7 @@ def main(device: str) -> int:
                 tokens, seconds = answers(directory, device, wiring=wiring, max_num_seqs=batch)
                 line = {"model": name, "wiring": wiring, "batch": batch, "dtype": "float32", "requests": len(PROMPTS)}
                 line |= {"seconds": round(seconds, 2), "distinct": len(set(tokens))}
-                good &= tell(check="kernels and graphs give plain torch's tokens", **line, ok=tokens == plain)
+                good &= report(check="kernels and graphs give plain torch's tokens", **line, ok=tokens == plain)
     return 0 if good else 1
 
 

@@ -20,7 +20,7 @@ WIRINGS = ("standard", "ladder", "parallel", "ladder-2", "standard:2 ladder:2")
 TOKENS = torch.randint(2, 97, (3, 40), generator=torch.Generator().manual_seed(1))
 
 
-def tell(**line: Any) -> bool:
+def report(**line: Any) -> bool:
     print(json.dumps(line), flush=True)
     return bool(line["ok"])
 
@@ -43,12 +43,12 @@ def numbers(name: str) -> bool:
             with torch.inference_mode():
                 deviation = error(model(TOKENS.cuda()).logits, truth)
             line = {"family": name, "wiring": wiring, "dtype": str(dtype), "error": deviation}
-            good &= tell(check=f"logits against {precise} on the CPU", **line, ok=deviation <= limit)
+            good &= report(check=f"logits against {precise} on the CPU", **line, ok=deviation <= limit)
     return good
 
 
 def split(name: str) -> bool:
-    """The first layers on the GPU, the others on the CPU: the sums that travel with the stream change devices too."""
+    """The first layers on the GPU, the others on the CPU: the all-reduces in flight change devices with the stream."""
     model = rewire(host(name), "ladder-2")
     expected = model(TOKENS).logits.detach().double()
     prefix, layers = model.base_model_prefix, "h" if hasattr(model.base_model, "h") else "layers"
@@ -58,7 +58,7 @@ def split(name: str) -> bool:
     dispatch_model(model, device_map=places, main_device=0)
     with torch.inference_mode():
         deviation = error(model(TOKENS.cuda()).logits, expected)
-    return tell(check="split over GPU and CPU", family=name, error=deviation, ok=deviation <= 1e-4)
+    return report(check="split over GPU and CPU", family=name, error=deviation, ok=deviation <= 1e-4)
 
 
 def compiled(name: str) -> bool:
@@ -73,7 +73,7 @@ def compiled(name: str) -> bool:
         loss.backward()
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     deviation = max(float((a - b).abs().max() / (1e-6 + b.abs().max())) for a, b in zip(*found, strict=True))
-    return tell(check="compiled, loss and gradients", family=name, error=deviation, ok=deviation <= 1e-3)
+    return report(check="compiled, loss and gradients", family=name, error=deviation, ok=deviation <= 1e-3)
 
 
 def static_cache(name: str) -> bool:
@@ -81,13 +81,13 @@ def static_cache(name: str) -> bool:
     inputs = {"input_ids": TOKENS.cuda(), "attention_mask": torch.ones_like(TOKENS).cuda(), "pad_token_id": 0}
     ways: list[dict[str, Any]] = [{"use_cache": False}, {}, {"cache_implementation": "static"}]
     first, *others = (model.generate(**inputs, max_new_tokens=24, do_sample=False, **way) for way in ways)
-    return tell(check="caches", family=name, ok=all(torch.equal(first, other) for other in others))
+    return report(check="caches", family=name, ok=all(torch.equal(first, other) for other in others))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
-    good = tell(check="machine", **about, ok=True)
+    good = report(check="machine", **about, ok=True)
     for name in CONFIGS:
         good &= numbers(name)
         good &= split(name)

@@ -1,4 +1,4 @@
-"""What a model writes when nobody asks it anything: text of the distribution that it knows, to adapt it on.
+"""What a model writes when it is given no task: text of the distribution that it knows, to adapt it on.
 
 python -m experiments.own_text MODEL DATA OUT.jsonl [--tokens N] [--rows N] [--seed N] [--begin TEXT]
 

@@ -7,15 +7,15 @@ python -m experiments.quality_plots
     latency.png     loss against the time of a decoding step, where both were measured
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.lanes import plainly, plotting
-from ladder.report.arms import looks
+from ladder.perf.measurements import read_lines
+from ladder.plotting import load_pyplot, plot_style
+from ladder.report.looks import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
-SAID = {
+WAYS = {
     "finetune": "plain fine-tuning", "distill": "distilled", "schedule": "distilled, staleness moves",
     "fit": "fitted, distilled", "fittext": "fitted, distilled, text's loss", "side": "a side network",
     "fitlayers": "fitted, distilled, rewired layers only", "lora": "LoRA, staleness moves",
@@ -24,8 +24,8 @@ HALF = "standard:15 ladder:15"
 
 
 def main() -> None:
-    pyplot = plotting()
-    with plainly(pyplot, **{"font.size": 10}):
+    pyplot = load_pyplot()
+    with plot_style(pyplot, **{"font.size": 10}):
         for draw in (scratch, adaptation, latency):
             figure = draw(pyplot)
             if figure is not None:
@@ -35,7 +35,7 @@ def main() -> None:
 
 def lines(name: str) -> list[dict[str, Any]]:
     file = RESULTS / name
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return [line for _, line in read_lines(file).objects] if file.exists() else []
 
 
 def curve(arm: str) -> tuple[list[float], list[float]]:
@@ -78,7 +78,7 @@ def adaptation(pyplot: Any) -> Any:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=size, layout="constrained", sharey=True, width_ratios=(5, 3))
     colours = [{"ladder": "#d55e00", HALF: "#0072b2"}.get(line["wiring"], "#009e73") for line in rows]
     left.scatter([line["kl"] for line in rows], range(len(rows)), color=colours, zorder=2)
-    left.set_yticks(range(len(rows)), [told(line) for line in rows])
+    left.set_yticks(range(len(rows)), [described(line) for line in rows])
     left.set_ylim(-0.7, len(rows) - 0.3)
     for at, line in enumerate(rows):
         text = f"perplexity {line['valid_perplexity']:,.1f}"
@@ -96,7 +96,7 @@ def adaptation(pyplot: Any) -> Any:
     return figure
 
 
-def told(line: dict[str, Any]) -> str:
+def described(line: dict[str, Any]) -> str:
     """What an arm is, with its tokens."""
     layers = {"ladder": "all", HALF: "last half"}.get(line["wiring"], "chosen half")
     if line["arm"].startswith("rewired"):
@@ -105,7 +105,7 @@ def told(line: dict[str, Any]) -> str:
     if line["arm"].startswith("fitted"):
         return f"{layers}: fitted, {line['fit_tokens']:,} tokens{text}"
     way = line["arm"].split("-")[1]
-    return f"{layers}: {SAID.get(way, way)}, {line['tokens'] / 1e6:g} M tokens{text}"
+    return f"{layers}: {WAYS.get(way, way)}, {line['tokens'] / 1e6:g} M tokens{text}"
 
 
 def latency(pyplot: Any) -> Any:

@@ -4,7 +4,7 @@ python -m experiments.scratch DATA VALID WORK [ARM ...] [--tokens N] > results/s
 python -m experiments.scratch DATA VALID WORK --profile               # what a training step spends its time on
 
 DATA and VALID are folders of `ladder data`, of one tokenizer of 16,384 entries. One JSON line per arm: validation loss,
-tokens/s, share of the measured peak of a matrix product. An arm that WORK has already is only told.
+tokens/s, share of the measured peak of a matrix product. An arm that WORK has already is not trained again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from ladder.train.scratch import hf_config, train
 
 
 @dataclass(frozen=True)
-class Arm:
+class ScratchRun:
     """What is trained: a recipe under a wiring, from a seed."""
 
     recipe: str
@@ -35,15 +35,15 @@ class Arm:
 
 
 ARMS = {
-    "standard": Arm("50M", "standard"),
-    "ladder": Arm("50M", "ladder"),
-    "parallel": Arm("50M", "parallel"),
-    "ladder-long": Arm("50M-long", "ladder"),
-    "standard-2": Arm("50M", "standard", seed=2),
-    "ladder-2nd": Arm("50M", "ladder", seed=2),
-    "lag-2": Arm("50M", "ladder-2"),
-    "lag-1-2": Arm("50M", "ladder-1-2"),
-    "desync-2x": Arm("50M", "desync-2x", ranks=2),
+    "standard": ScratchRun("50M", "standard"),
+    "ladder": ScratchRun("50M", "ladder"),
+    "parallel": ScratchRun("50M", "parallel"),
+    "ladder-long": ScratchRun("50M-long", "ladder"),
+    "standard-2": ScratchRun("50M", "standard", seed=2),
+    "ladder-2nd": ScratchRun("50M", "ladder", seed=2),
+    "lag-2": ScratchRun("50M", "ladder-2"),
+    "lag-1-2": ScratchRun("50M", "ladder-1-2"),
+    "desync-2x": ScratchRun("50M", "desync-2x", ranks=2),
 }
 
 
@@ -79,14 +79,14 @@ def main() -> None:
 NAMED = {"tokens", "seed", "log_every", "eval_tokens", "save_every"}  # what is not the recipe's
 
 
-def options(given: argparse.Namespace, arm: Arm) -> TrainingOptions:
+def options(given: argparse.Namespace, arm: ScratchRun) -> TrainingOptions:
     return TrainingOptions(
         data=given.data, valid=given.valid, tokens=given.tokens, seed=arm.seed, log_every=20, eval_tokens=1 << 20,
         save_every=10**9,
     )  # fmt: skip
 
 
-def work_of(arm: Arm) -> float:
+def work_of(arm: ScratchRun) -> float:
     """Operations of training on a token; what emulated ranks compute twice counts once."""
     from transformers import AutoModelForCausalLM
 

@@ -2,8 +2,8 @@
 
 python experiments/shared_gpu.py [DEVICE] > results/shared_gpu.jsonl
 
-Real processes over gloo, float32, ragged batches; a timed link on the GPU is checked against the GPU's clock, outside
-and inside a CUDA graph. One JSON line per check; the exit status is 1 if any failed.
+Real processes over gloo, float32, ragged batches; an emulated link on the GPU is checked against the GPU's clock,
+outside and inside a CUDA graph. One JSON line per check; the exit status is 1 if any failed.
 """
 
 import json
@@ -29,7 +29,7 @@ WIRINGS = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
 
 
-def tell(**line: Any) -> bool:
+def report(**line: Any) -> bool:
     print(json.dumps(line), flush=True)
     return bool(line["ok"])
 
@@ -47,12 +47,12 @@ def same_tokens(device: str) -> bool:
                 tokens = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(32))]
             seconds = time.monotonic() - begin
             line = {"wiring": wiring, "tp": tp, "transport": "gloo" if tp > 1 else None, "seconds": round(seconds, 2)}
-            good &= tell(check="same tokens as one CPU rank", device=device, **line, ok=tokens == expected)
+            good &= report(check="same tokens as one CPU rank", device=device, **line, ok=tokens == expected)
     return good
 
 
-def timed_link(device: str) -> bool:
-    """A sum of 1 ms: waited for at once it costs 1 ms, behind 2 ms of other work it costs nothing."""
+def emulated_link(device: str) -> bool:
+    """An all-reduce of 1 ms: waited for at once it costs 1 ms, behind 2 ms of other work it costs nothing."""
     comm = Timed(OneRank(2), Link(1e-3, float("inf")))
     x = torch.ones(1024, device=device)
     a = torch.randn(4096, 4096, device=device)
@@ -96,12 +96,12 @@ def timed_link(device: str) -> bool:
         times["graph_exposed"], times["graph_hidden"] = milliseconds(graph.replay), milliseconds(graph_hidden.replay)
     ok = all(1.0 <= times[name] < 1.2 for name in ("exposed", "graph_exposed"))
     ok &= all(times[name] < times["compute"] + 0.2 for name in ("hidden", "graph_hidden"))
-    return tell(check="timed link of 1 ms", device=device, link="timed", repetitions=20, median_ms=times, ok=ok)
+    return report(check="emulated link of 1 ms", device=device, link="emulated", repetitions=20, median_ms=times, ok=ok)
 
 
 if __name__ == "__main__":
     device = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
     name = torch.cuda.get_device_name(0)
-    tell(check="machine", gpu=name, torch=torch.__version__, python=platform.python_version(), ok=True)
-    good = timed_link(device)
+    report(check="machine", gpu=name, torch=torch.__version__, python=platform.python_version(), ok=True)
+    good = emulated_link(device)
     sys.exit(0 if same_tokens(device) and good else 1)

@@ -1,10 +1,10 @@
-"""Symmetric memory between ranks that share one GPU: sums against float64, the engine's tokens against one CPU rank.
+"""Symmetric memory between ranks that share one GPU: all-reduces against float64, tokens against one CPU rank.
 
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python experiments/symmetric_gpu.py [DEVICE] > results/symmetric_gpu.jsonl
 
-Ranks on one GPU take turns on it, so a sum takes milliseconds: this says whether it is right, not how fast it is.
-Each part is a process of its own, which is ended when it says nothing for too long. One JSON line per check; the exit
-status is 1 if any failed.
+Ranks on one GPU take turns on it, so an all-reduce takes milliseconds: this shows whether it is right, not how fast it
+is. Each part is a process of its own, which is ended when it writes no line for too long. One JSON line per check; the
+exit status is 1 if any failed.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ COUNTS = (256, 4096, 65_536, 262_144, 2_097_152, 1, 3, 257, 4099, 100_003, 2_097
 DTYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # with the error of one addition, relative to what is added
 
 
-def tell(**line: Any) -> bool:
+def report(**line: Any) -> bool:
     print(json.dumps(line), flush=True)
     return bool(line["ok"])
 
 
 def mine(rank: int, count: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """What a rank sends: every rank can tell."""
+    """What a rank sends; every rank can compute it."""
     return torch.randn(count, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
 
 
@@ -76,17 +76,17 @@ def same(comm: Comm, x: Tensor) -> bool:
 
 
 def judge(comm: Comm, check: str, errors: list[float], agree: bool = True, **line: Any) -> None:
-    """The first rank speaks for all."""
+    """The first rank writes the line."""
     worst = torch.tensor([max(errors), 0.0 if agree else float("inf")], device="cuda").max().view(1)
     all_worst = float(comm.all_gather(worst).max())
     if comm.rank == 0:
         shown = round(all_worst, 3) if math.isfinite(all_worst) else None
-        line |= {"tp": comm.size, "worst": shown, "sums": len(errors)}
-        tell(check=check, **line, ok=all_worst <= 1.0)
+        line |= {"tp": comm.size, "worst": shown, "all_reduces": len(errors)}
+        report(check=check, **line, ok=all_worst <= 1.0)
 
 
 def single(comm: Comm, device: torch.device) -> None:
-    """One sum after another."""
+    """One all-reduce after another."""
     assert isinstance(comm, Symmetric)
     for dtype in DTYPES:
         for seed, count in enumerate(COUNTS):
@@ -94,11 +94,11 @@ def single(comm: Comm, device: torch.device) -> None:
             found = comm.all_reduce(mine(comm.rank, count, dtype, seed).to(device)).wait()
             kernel = choose(comm.size, count * found.element_size(), dtype, comm._room.multicast, MAX_BYTES)
             line = {"dtype": str(dtype), "elements": count, "kernel": kernel or "the other communicator's"}
-            judge(comm, "a sum", [error(found, comm.size, seed)], same(comm, found), **line)
+            judge(comm, "an all-reduce", [error(found, comm.size, seed)], same(comm, found), **line)
 
 
-def many(comm: Comm, device: torch.device) -> None:
-    """Eight sums on the wire at once, of all sizes and types; they are waited for in another order than sent."""
+def several(comm: Comm, device: torch.device) -> None:
+    """Eight all-reduces in flight, of all sizes and types; they are waited for in another order than started."""
     assert isinstance(comm, Symmetric)
     poison(comm)
     for order in (range(8), range(7, -1, -1), (3, 0, 7, 1, 6, 2, 5, 4)):
@@ -108,11 +108,11 @@ def many(comm: Comm, device: torch.device) -> None:
             pending = [comm.all_reduce(x) for x in sent]
             found = {i: pending[i].wait() for i in order}
             errors += [error(found[i], comm.size, i) for i in order]
-        judge(comm, "eight sums at once", errors, order=list(order))
+        judge(comm, "eight all-reduces in flight", errors, order=list(order))
 
 
 def graph(comm: Comm, device: torch.device) -> None:
-    """Eight sums at once in a CUDA graph, computation beside them; three replays with new messages."""
+    """Eight all-reduces in flight in a CUDA graph, computation beside them; three replays with new messages."""
     assert isinstance(comm, Symmetric)
     dtypes = [torch.float32, torch.bfloat16] * 4
     given = [torch.zeros(COUNTS[i], dtype=dtypes[i], device=device) for i in range(8)]
@@ -122,7 +122,7 @@ def graph(comm: Comm, device: torch.device) -> None:
     with torch.cuda.graph(captured):
         pending = [comm.all_reduce(x.clone()) for x in given]
         torch.mm(beside, beside)
-        taken = [sum_.wait().clone() for sum_ in pending]
+        taken = [one.wait().clone() for one in pending]
     for replay in (1, 2, 3):
         poison(comm)
         for i, x in enumerate(given):
@@ -130,13 +130,13 @@ def graph(comm: Comm, device: torch.device) -> None:
             taken[i].fill_(float("nan"))
         captured.replay()
         errors = [error(x, comm.size, 100 * replay + i) for i, x in enumerate(taken)]
-        judge(comm, "sums in a CUDA graph", errors, replay=replay)
+        judge(comm, "all-reduces in a CUDA graph", errors, replay=replay)
     pending = [comm.all_reduce(mine(comm.rank, COUNTS[i], dtypes[i], i).to(device)) for i in range(8)]
-    judge(comm, "sums after a CUDA graph", [error(sum_.wait(), comm.size, i) for i, sum_ in enumerate(pending)])
+    judge(comm, "all-reduces after a CUDA graph", [error(one.wait(), comm.size, i) for i, one in enumerate(pending)])
 
 
 def light(comm: Comm, device: torch.device) -> None:
-    """Sums by the kernel of our own, which sets a flag: one after another, and from a graph that is replayed."""
+    """All-reduces by our own kernel, which sets a flag: one after another, and from a graph that is replayed."""
     for dtype, count in product((torch.float32, torch.bfloat16), (1, 1000, 8192, 65536)):
         errors, flags = [], torch.zeros(3, dtype=torch.int32, device=device)
         for seed in range(3):
@@ -144,7 +144,7 @@ def light(comm: Comm, device: torch.device) -> None:
             done = comm.all_reduce_and_signal(x, flags[seed : seed + 1])  # type: ignore[attr-defined]
             torch.cuda.synchronize()
             errors.append(error(x, comm.size, seed) if done and int(flags[seed]) == done[1] else float("inf"))
-        judge(comm, "a sum that sets a flag", errors, dtype=str(dtype), count=count)
+        judge(comm, "an all-reduce that sets a flag", errors, dtype=str(dtype), count=count)
     x = mine(comm.rank, 8192, torch.float32, 7).to(device)
     start, flag = x.clone(), torch.zeros(1, dtype=torch.int32, device=device)
     stream, recorded = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -155,13 +155,13 @@ def light(comm: Comm, device: torch.device) -> None:
         start.copy_(mine(comm.rank, 8192, torch.float32, replay).to(device))
         recorded.replay()
         torch.cuda.synchronize()
-        judge(comm, "a sum that sets a flag, in a CUDA graph", [error(x, comm.size, replay)], replay=replay)
+        judge(comm, "an all-reduce that sets a flag, in a CUDA graph", [error(x, comm.size, replay)], replay=replay)
 
 
 def sums(comm: Comm, device: torch.device) -> None:
     light(comm, device)
     single(comm, device)
-    many(comm, device)
+    several(comm, device)
     graph(comm, device)
 
 
@@ -174,39 +174,39 @@ def tokens(tp: int, device: str) -> None:
         begin = time.monotonic()
         with LLM(directory, wiring=wiring, tp=tp, device=device, comm_backend="symmetric", prefill_chunk=64) as llm:
             found = [result.token_ids for result in llm.generate(PROMPTS, SamplingParams(TOKENS))]
-        line = {"tp": tp, "wiring": wiring, "wire": "symmetric", "seconds": round(time.monotonic() - begin, 2)}
-        tell(check="same tokens as one CPU rank", device=device, **line, ok=found == expected)
+        line = {"tp": tp, "wiring": wiring, "comm_backend": "symmetric", "seconds": round(time.monotonic() - begin, 2)}
+        report(check="same tokens as one CPU rank", device=device, **line, ok=found == expected)
 
 
 def part(name: str, tp: int, device: str) -> bool:
     """This program again, for one part: passes its lines on, and sees it end with all that it started."""
-    with tempfile.TemporaryFile("w+") as complaints:
+    with tempfile.TemporaryFile("w+") as errors_file:
         command = [sys.executable, __file__, name, str(tp), device]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=complaints, text=True, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=errors_file, text=True, start_new_session=True
         )
         lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=listen, args=(process, lines), daemon=True).start()
+        threading.Thread(target=read_output, args=(process, lines), daemon=True).start()
         good = []
         try:
             while (text := lines.get(timeout=LIMIT)) is not None:
                 if text.startswith("{"):
-                    good.append(tell(**json.loads(text)))
+                    good.append(report(**json.loads(text)))
             status = process.wait(LIMIT)
         except (queue.Empty, subprocess.TimeoutExpired):
-            return tell(check="ends", part=name, tp=tp, ok=False, reason=f"silent for {LIMIT:.0f} s")
+            return report(check="ends", part=name, tp=tp, ok=False, reason=f"no line for {LIMIT:.0f} s")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the session it was given, with the ranks in it
             process.wait()
-        complaints.seek(0)
+        errors_file.seek(0)
         if status or not good:
-            reason = complaints.read()[-2000:] or f"exit status {status}"
-            return tell(check="ends", part=name, tp=tp, ok=False, reason=reason)
+            reason = errors_file.read()[-2000:] or f"exit status {status}"
+            return report(check="ends", part=name, tp=tp, ok=False, reason=reason)
     return all(good)
 
 
-def listen(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
+def read_output(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
     assert process.stdout is not None
     for text in process.stdout:
         lines.put(text)
@@ -216,7 +216,7 @@ def listen(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> No
 def main(device: str) -> bool:
     gpu = torch.cuda.get_device_properties(device)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-    tell(check="machine", gpu=gpu.name, **versions, ok=True)
+    report(check="machine", gpu=gpu.name, **versions, ok=True)
     good = [part(name, tp, device) for tp in DEGREES for name in ("sums", "tokens")]
     return all(good)
 

@@ -1,4 +1,4 @@
-"""Triton where it is installed. Kernels take it from here, so that the torch twins beside them work without it."""
+"""Triton where it is installed. Kernels take it from here, so that the references beside them work without it."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -12,36 +12,36 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.bench import measure
-from ladder.bench.cells import Cell, Here, cells, lots
-from ladder.bench.measure import Facts, Measured, Turn, figures, in_turns
-from ladder.bench.options import PRESETS, BenchOptions
+from ladder.bench.model import random_model
 from ladder.bench.ranks import stream_ranks
-from ladder.bench.runners import Captured, Plain, pieces
-from ladder.bench.shard import shard
-from ladder.bench.sweep import KEYS, bench, table
+from ladder.bench.sweep import measure
+from ladder.bench.sweep.cells import Cell, Hardware, cells, comparisons
+from ladder.bench.sweep.measure import Measured, StepsDone, Timings, figures, in_turns
+from ladder.bench.sweep.options import PRESETS, BenchOptions
+from ladder.bench.sweep.runners import GraphRunner, PlainRunner, pieces
+from ladder.bench.sweep.sweep import KEYS, bench, table
 from ladder.comm.base import Comm, Solo
 from ladder.comm.one_rank import OneRank
 from ladder.engine import graphs
 from ladder.errors import LadderError, RankError
-from ladder.kernels.ops import Ops, Twins
-from ladder.layers.attention import KVCache
+from ladder.kernels.launch import Launch, References
+from ladder.layers.cache import KVCache
 from ladder.model import Decoder
 from ladder.perf.arms import ARMS, wiring_of
 from tests.recording import Recording
 
 GIB = 1 << 30
-LAPTOP, ONE_GPU, EIGHT = Here(0, 0, 8 * GIB), Here(1, 139 * GIB, 128 * GIB), Here(8, 139 * GIB, 512 * GIB)
+LAPTOP, ONE_GPU, EIGHT = Hardware(0, 0, 8 * GIB), Hardware(1, 139 * GIB, 128 * GIB), Hardware(8, 139 * GIB, 512 * GIB)
 LINE = {
     *("size", "wiring", "arm", "tp", "batch", "prompt", "new", "context", "link", "link_alpha_us", "link_beta_gb_s"),
     *("link_kind", "mode", "chip", "cores", "dtype", "layers", "of_layers", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99"),
     *("tpot_ms_q1", "tpot_ms_q3", "tokens_per_s", "tokens_per_s_user", "tokens_per_s_gpu", "peak_memory_gb", "hidden"),
-    *("bandwidth_tb_s", "bandwidth_share", "prefill_tflop_s", "prefill_share", "sums", "wire_ms", "exposed_ms"),
+    *("bandwidth_tb_s", "bandwidth_share", "prefill_tflop_s", "prefill_share", "all_reduces", "comm_ms", "exposed_ms"),
     *("repetitions", "torch", "triton", "python", "commit", "time", "cell_link", "ttft_repetitions"),
     *("ttft_ms_q1", "ttft_ms_q3"),
 }
 TINY = BenchOptions(
-    size=("tiny",), tp=(2,), batch=(1, 3), link=("2ms,10GB/s",), prompt=8, new=8, repetitions=3, device="cpu"
+    size=("tiny",), tp=(2,), batch=(1, 3), emulate_link=("2ms,10GB/s",), prompt=8, new=8, repetitions=3, device="cpu"
 )
 
 
@@ -50,8 +50,8 @@ def quiet(*_: object) -> None: ...
 
 def test_quick_is_seven_arms_in_turns() -> None:
     found = cells(BenchOptions(preset="quick"), ONE_GPU)  # a GPU does not change what it measures
-    assert [[cell.arm for cell in lot] for lot in lots(found)] == [list(ARMS)] * 2  # the second can be gone on with
-    assert {(cell.device, cell.mode, cell.tp, cell.link_kind) for cell in found} == {("cpu", "ranks", 2, "timed")}
+    assert [[cell.arm for cell in compared] for compared in comparisons(found)] == [list(ARMS)] * 2
+    assert {(cell.device, cell.mode, cell.tp, cell.link_kind) for cell in found} == {("cpu", "ranks", 2, "emulated")}
     assert {cell.link for cell in found if cell.arm != "standard-fused"} == {found[0].cell_link}
     assert {cell.wiring for cell in found if cell.arm == "hybrid"} == {"standard:4 ladder:4"}
 
@@ -66,11 +66,11 @@ def test_the_papers_protocol() -> None:
     fused = [cell for cell in found if cell.arm == "standard-fused"]
     assert {cell.link for cell in fused} == {"nvlink_fused"} and {cell.wiring for cell in fused} == {"standard"}
     assert {cell.mode for cell in found} == {"one-rank"}
-    real = cells(BenchOptions(preset="paper"), EIGHT)  # GPUs that have a wire use it
+    real = cells(BenchOptions(preset="paper"), EIGHT)  # several GPUs use their own link
     assert {(cell.mode, cell.link, cell.link_kind) for cell in real} == {("ranks", "nccl", "real")}
     assert len(real) == 3 * 4 * 6 and "standard-fused" not in {cell.arm for cell in real}
-    asked = cells(BenchOptions(preset="paper", link=("ib_2node_nccl",), tp=(8,), batch=(1,)), EIGHT)
-    assert {(cell.link_kind, cell.cell_link) for cell in asked} == {("timed", "ib_2node_nccl")} and len(asked) == 7
+    asked = cells(BenchOptions(preset="paper", emulate_link=("ib_2node_nccl",), tp=(8,), batch=(1,)), EIGHT)
+    assert {(cell.link_kind, cell.cell_link) for cell in asked} == {("emulated", "ib_2node_nccl")} and len(asked) == 7
 
 
 @pytest.mark.parametrize("name, prompt", [("1k1k", 1024), ("8k1k", 8192)])
@@ -91,7 +91,7 @@ def test_flags_override_the_preset() -> None:
     assert {cell.prompt for cell in found} == {5} and {cell.new for cell in found} == {PRESETS["quick"].new}
     alone = cells(BenchOptions(preset="quick", tp=(1,)), LAPTOP)  # one rank needs no link
     assert {(cell.link, cell.link_kind) for cell in alone} == {(None, "real")} and len(alone) == 2 * 6
-    few = cells(BenchOptions(preset="quick", layers=3, link=("real",)), LAPTOP)
+    few = cells(BenchOptions(preset="quick", layers=3, emulate_link=("real",)), LAPTOP)
     assert {(cell.link, cell.link_kind, cell.layers, cell.of_layers) for cell in few} == {("gloo", "real", 3, 8)}
     assert wiring_of("hybrid", 1).layers == ("standard",)
 
@@ -102,7 +102,7 @@ def test_flags_override_the_preset() -> None:
         ({"preset": "quik"}, LAPTOP, "unknown preset 'quik'.*nearest is 'quick'"),
         ({"preset": "quick", "size": ("llama-3-70",)}, LAPTOP, "unknown size.*nearest is 'llama-3-70b'"),
         ({"preset": "quick", "arm": ("lader",)}, LAPTOP, "unknown wiring 'lader'.*nearest is 'ladder'"),
-        ({"preset": "quick", "link": ("nvlink_ncl",)}, LAPTOP, "unknown link.*nearest is 'nvlink_nccl'"),
+        ({"preset": "quick", "emulate_link": ("nvlink_ncl",)}, LAPTOP, "unknown link.*nearest is 'nvlink_nccl'"),
         ({"preset": "quick", "tp": (3,)}, LAPTOP, "3 ranks cannot share.*degrees that work are.*nearest is 2"),
         ({"preset": "quick", "tp": (2, 5)}, LAPTOP, "5 ranks cannot share.*nearest is 4"),
         ({"preset": "quick", "prompt": 4000}, LAPTOP, "more than quick's context of 2048: the longest prompt is 1984"),
@@ -113,18 +113,18 @@ def test_flags_override_the_preset() -> None:
         ({"preset": "quick", "mode": "one"}, LAPTOP, "unknown mode 'one'.*'one-rank'"),
         ({"preset": "quick", "mode": "one-rank"}, LAPTOP, "needs a GPU"),
         ({"preset": "quick", "device": "cuda"}, LAPTOP, "torch sees no GPU"),
-        ({"preset": "quick", "arm": ("standard-fused",), "link": ("real",)}, LAPTOP, "give --link"),
-        ({"preset": "paper"}, LAPTOP, "282.2 GB for weights.*this machine.*choose a smaller|--layers"),
-        ({"preset": "paper"}, Here(1, 24 * GIB, 64 * GIB), "70.6 GB for weights.*each GPU.*that fits is --tp 8"),
-        ({"preset": "paper"}, Here(8, 80 * GIB, 64 * GIB), "at TP 2 needs.*nearest that fits is --batch 39"),
-        ({"preset": "paper", "tp": (8,)}, Here(8, 16 * GIB, 64 * GIB), "nearest that fits is --layers"),
+        ({"preset": "quick", "arm": ("standard-fused",), "emulate_link": ("real",)}, LAPTOP, "give --emulate-link"),
+        ({"preset": "paper"}, LAPTOP, "on this machine .282.2 GB of weights.*try (a smaller size|--layers)"),
+        ({"preset": "paper"}, Hardware(1, 24 * GIB, 64 * GIB), "on each GPU .70.6 GB of weights.*try --tp 8"),
+        ({"preset": "paper"}, Hardware(8, 80 * GIB, 64 * GIB), "at TP 2, batch 64, needs.*try --batch 39$"),
+        ({"preset": "paper", "tp": (8,)}, Hardware(8, 16 * GIB, 64 * GIB), "try --layers"),
         ({"preset": "paper", "batch": (65,)}, ONE_GPU, "batch must be from 1 to 64 on a GPU"),
         ({"preset": "paper", "mode": "ranks"}, ONE_GPU, "2 ranks need 2 GPUs, this machine has 1"),
-        ({"preset": "paper", "link": ("real",)}, ONE_GPU, "one rank alone has no wire"),
+        ({"preset": "paper", "emulate_link": ("real",)}, ONE_GPU, "one rank alone has no real link"),
         ({}, LAPTOP, "nothing to measure: give --preset quick"),
     ],
 )
-def test_refused(given: dict[str, Any], here: Here, message: str) -> None:
+def test_refused(given: dict[str, Any], here: Hardware, message: str) -> None:
     with pytest.raises(LadderError, match=message):
         cells(BenchOptions(**given), here)
 
@@ -132,7 +132,7 @@ def test_refused(given: dict[str, Any], here: Here, message: str) -> None:
 @pytest.mark.parametrize("gib, flag", [(16, "layers"), (80, "batch")])
 def test_what_is_offered_fits(gib: int, flag: str) -> None:
     """And one more does not."""
-    here = Here(8, gib * GIB, 64 * GIB)
+    here = Hardware(8, gib * GIB, 64 * GIB)
     given = BenchOptions(preset="paper", tp=(2,) if flag == "batch" else (8,))
     with pytest.raises(LadderError) as refusal:
         cells(given, here)
@@ -140,7 +140,7 @@ def test_what_is_offered_fits(gib: int, flag: str) -> None:
     assert offered == f"--{flag}"
     fits, not_fits = (int(number), int(number) + 1) if flag == "layers" else ((int(number),), (int(number) + 1,))
     assert cells(replace(given, **{flag: fits}), here)
-    with pytest.raises(LadderError, match="the nearest that fits"):
+    with pytest.raises(LadderError, match="try --"):
         cells(replace(given, **{flag: not_fits}), here)
 
 
@@ -165,19 +165,19 @@ def test_real_ranks(tmp_path: Path) -> None:
     for row in rows:
         assert row["tpot_ms_q1"] <= row["tpot_ms_p50"] <= row["tpot_ms_q3"] and row["repetitions"] == 3
         assert row["ttft_ms_q1"] <= row["ttft_ms"] <= row["ttft_ms_q3"] and row["ttft_repetitions"] >= 3
-        assert row["context"] == 12 and row["mode"] == "ranks" and row["link_kind"] == "timed"
+        assert row["context"] == 12 and row["mode"] == "ranks" and row["link_kind"] == "emulated"
         spent = row["ttft_ms"] + 7 * row["tpot_ms_p50"]
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * 8 / spent * 1e3, rel=1e-3)
         assert row["tokens_per_s_gpu"] * 2 == pytest.approx(row["tokens_per_s"], rel=1e-2)
     one = {row["arm"]: row for row in rows[:7]}
-    assert [one[arm]["sums"] for arm in ARMS] == [9, 9, 5, 9, 9, 5, 0]  # the embedding's is one of them
-    assert one["standard"]["wire_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the gathering travels too
-    assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["wire_ms"] == 0
+    assert [one[arm]["all_reduces"] for arm in ARMS] == [9, 9, 5, 9, 9, 5, 0]  # the embedding's is one of them
+    assert one["standard"]["comm_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the gathering travels too
+    assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["comm_ms"] == 0
     assert one["standard-fused"]["link"] == "nvlink_fused" and one["standard-fused"]["cell_link"] == "2ms,10GB/s"
     grid = table(rows)
     assert grid.row_count == len(rows) + 2 and "ranks" in str(grid.caption)
-    assert grid.title == "tiny, TP 2, 8+8 tokens, link 2ms,10GB/s (timed)"
-    assert table(rows[:7]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (timed)"
+    assert grid.title == "tiny, TP 2, 8+8 tokens, link 2ms,10GB/s (emulated)"
+    assert table(rows[:7]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (emulated)"
 
 
 def tiny_cell(**changes: Any) -> Cell:
@@ -199,7 +199,7 @@ class Fake:
 
 def told_by_fakes(
     lot: list[Cell], seconds: Callable[[list[tuple[str, str]]], float], monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[Turn | Measured], list[tuple[str, str]]]:
+) -> tuple[list[StepsDone | Measured], list[tuple[str, str]]]:
     """What is told of arms whose every call takes `seconds` of all calls so far; and those calls."""
     calls: list[tuple[str, str]] = []
 
@@ -209,7 +209,7 @@ def told_by_fakes(
 
     monkeypatch.setattr(measure, "runner", lambda model, cache, cell, *_: Fake(cell.arm, calls))
     monkeypatch.setattr(measure, "_clock", lambda device: clock)
-    model = shard(lot[0].case(), Solo(), torch.device("cpu"), torch.float32)
+    model = random_model(lot[0].case(), Solo(), torch.device("cpu"), torch.float32)
     return list(in_turns(model, Solo(), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, None)), calls
 
 
@@ -220,7 +220,7 @@ def test_arms_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     told, calls = told_by_fakes(lot, lambda calls: times[calls[-1][1]], monkeypatch)
     steps = [arm for what, arm in calls if what == "step"]
     assert steps == ["standard", "ladder", "none"] * (3 + measure.WARM_UP["cpu"])
-    assert sum(each.steps for each in told if isinstance(each, Turn)) == 3 * len(lot)
+    assert sum(each.steps for each in told if isinstance(each, StepsDone)) == 3 * len(lot)
     rows = {each.cell.arm: each.figures for each in told if isinstance(each, Measured)}
     assert list(rows) == ["standard", "ladder"]  # `none` was not asked for
     assert [rows[arm]["exposed_ms"] for arm in rows] == [3.0, 1.0] and rows["ladder"]["hidden"] is None
@@ -236,14 +236,16 @@ def test_a_first_prompt_counts_for_nothing(usual: float, expected: int, monkeypa
     assert calls.count(("prompt", "standard")) == calls.count(("prompt", "none")) == expected + 1
 
 
-@pytest.mark.parametrize("kind, link, expected", [("timed", "1ms,10GB/s", Plain), ("real", "nccl", Captured)])
+@pytest.mark.parametrize(
+    "kind, link, expected", [("emulated", "1ms,10GB/s", PlainRunner), ("real", "nccl", GraphRunner)]
+)
 def test_all_arms_run_the_same_software(kind: str, link: str, expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timed wire cannot be part of a graph, that of `none` could be: then none of them is one."""
+    """An emulated link cannot be part of a graph, `none` could be: then no arm is one."""
     made: list[object] = []
     make = measure.runner
 
-    def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, ops: Ops | None) -> object:
-        made.append(make(model, cache, cell, comm, ops))
+    def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, launch: Launch | None) -> object:
+        made.append(make(model, cache, cell, comm, launch))
         return made[-1]
 
     class Graph:
@@ -254,35 +256,34 @@ def test_all_arms_run_the_same_software(kind: str, link: str, expected: type, mo
     monkeypatch.setattr(graphs, "_capture", lambda step, device: (Graph(), step()))
     rest: dict[str, Any] = {"link_kind": kind, "link": link, "cell_link": link, "repetitions": 2, "prompt": 16}
     lot = [tiny_cell(arm=arm, wiring=arm, **rest) for arm in ("standard", "ladder")]
-    model = shard(lot[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
-    list(in_turns(model, OneRank(2), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, Twins()))
+    model = random_model(lot[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
+    list(in_turns(model, OneRank(2), lot, {"read_tb_s": 1.0, "tflop_s": 1.0}, References()))
     assert [type(each) for each in made] == [expected] * 3
 
 
 @pytest.mark.parametrize("arm", ["standard", "parallel", "ladder", "none"])
-def test_what_is_on_the_wire_is_what_is_counted(arm: str) -> None:
-    """Sums as a step sends them, the embedding's too, and one gathering; nothing at all without communication."""
+def test_communication_is_counted_as_it_happens(arm: str) -> None:
+    """All-reduces of a step, the embedding's too, and one all-gather; nothing at all without communication."""
     cell = tiny_cell(arm=arm, wiring=arm)
-    model = shard(cell.case(), OneRank(2), torch.device("cpu"), torch.float32)
+    model = random_model(cell.case(), OneRank(2), torch.device("cpu"), torch.float32)
     log: list[tuple[str, int]] = []
     measure.runner(model, model.new_cache(2, 16), cell, Recording(OneRank(2), log), None).step()
     sent, gathered = (sum(event == what for event, _ in log) for what in ("send", "gather"))
-    facts = Facts([1.0, 1.0], [1.0, 1.0], 1.0, one_sum=1.0, gathering=0.25, memory=1.0)
-    found = figures(cell, model, facts, {"read_tb_s": 1.0, "tflop_s": 1.0})
-    assert (found["sums"], found["wire_ms"]) == (sent, sent + 0.25 * gathered)
+    timings = Timings([1.0, 1.0], [1.0, 1.0], 1.0, all_reduce=1.0, all_gather=0.25, memory=1.0)
+    found = figures(cell, model.config, timings, {"read_tb_s": 1.0, "tflop_s": 1.0})
+    assert (found["all_reduces"], found["comm_ms"]) == (sent, sent + 0.25 * gathered)
     assert gathered == (arm != "none")
 
 
 def test_figures() -> None:
     cell = tiny_cell(tp=2, wiring="ladder", new=11)
-    model = shard(cell.case(), OneRank(2), torch.device("cpu"), torch.float32)
     steps = [float(n) for n in range(1, 101)]
-    facts = Facts([10.0, 20.0, 30.0], steps, none=40.5, one_sum=2.0, gathering=2.0, memory=3e9)
-    found = figures(cell, model, facts, {"read_tb_s": 1e-3, "tflop_s": 1.0})
+    timings = Timings([10.0, 20.0, 30.0], steps, none=40.5, all_reduce=2.0, all_gather=2.0, memory=3e9)
+    found = figures(cell, cell.case().config(), timings, {"read_tb_s": 1e-3, "tflop_s": 1.0})
     assert (found["ttft_ms"], found["tpot_ms_p50"], found["tpot_ms_p99"]) == (20.0, 50.5, pytest.approx(99.01))
     assert found["tpot_ms_p50"] == statistics.median(steps) and found["repetitions"] == 100
     assert (found["ttft_ms_q1"], found["ttft_ms_q3"], found["ttft_repetitions"]) == (10.0, 30.0, 3)
-    assert (found["sums"], found["wire_ms"], found["exposed_ms"], found["hidden"]) == (9, 20.0, 10.0, 0.5)
+    assert (found["all_reduces"], found["comm_ms"], found["exposed_ms"], found["hidden"]) == (9, 20.0, 10.0, 0.5)
     assert found["tokens_per_s"] == pytest.approx(11 / (0.02 + 10 * 0.0505), rel=1e-4)
     assert found["bandwidth_share"] == pytest.approx(found["bandwidth_tb_s"] * 1e3, abs=0.005)
     assert found["peak_memory_gb"] == 3.0
@@ -296,8 +297,8 @@ def test_prompts_go_in_pieces(batch: int, prompt: int, passes: int) -> None:
 
 @pytest.mark.parametrize("batch", (1, 3))
 def test_one_rank_by_graphs(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: twins for kernels, and a graph is the function it was captured from. Each arm keeps its own wiring
-    and wire when arms take turns, and chooses the tokens that the decoder's own layers do.
+    """Without a GPU: reference implementations for kernels, and a graph is the function it was captured from. Each arm
+    keeps its own wiring and communicator when arms take turns, and chooses the tokens that the decoder's layers do.
     """
 
     class Graph:
@@ -314,16 +315,16 @@ def test_one_rank_by_graphs(batch: int, monkeypatch: pytest.MonkeyPatch) -> None
         return made[-1], step()
 
     monkeypatch.setattr(graphs, "_capture", capture)
-    monkeypatch.setattr(measure, "wired", lambda model, *_: setattr(model, "comm", OneRank(2)))
+    monkeypatch.setattr(measure, "configure", lambda model, *_: setattr(model, "comm", OneRank(2)))
     arms = [tiny_cell(batch=batch, mode="one-rank", arm=arm, wiring=arm) for arm in ("standard", "ladder")]
-    model = shard(arms[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
+    model = random_model(arms[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
     cache = model.new_cache(batch + 1, 64)
-    by_graphs = [measure.runner(model, cache, arm, OneRank(2), Twins()) for arm in arms]
-    plain = [Plain(model, cache, arm, OneRank(2)) for arm in arms]
+    by_graphs = [measure.runner(model, cache, arm, OneRank(2), References()) for arm in arms]
+    plain = [PlainRunner(model, cache, arm, OneRank(2)) for arm in arms]
     assert len(made) == 2
     for _ in range(2):
         for graph, layers in zip(by_graphs, plain, strict=True):
-            assert isinstance(graph, Captured)
+            assert isinstance(graph, GraphRunner)
             graph.step()
             graph.prompt()
             layers.prompt()

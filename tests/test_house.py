@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ladder"
 # A module imports only from rows above its own, or from its own room.
 ROWS = ["errors", "options", "files", "progress", "devices", "jit", "wiring", "comm", "config", "residual", "layers"]
-ROWS += ["kernels", "model", "perf", "checkpoint", "engine", "hf", "data", "scan", "train", "bench", "report"]
-ROWS += ["cli", "__main__"]
+ROWS += ["kernels", "model", "plotting", "perf", "checkpoint", "engine", "hf", "data", "scan", "train", "bench"]
+ROWS += ["report", "cli", "__main__"]
 
 
 def imports(file: Path) -> list[str]:

@@ -11,17 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladder.bench import one_rank, step_trace
+from ladder.bench import one_rank
+from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import WIRINGS, bound_ms, spread
-from ladder.bench.step_trace import kernels_of, step_of
+from ladder.bench.trace import step_trace
+from ladder.bench.trace.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
 from ladder.comm.base import Solo
 from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
+from ladder.engine import graphs
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
+from ladder.kernels.launch import References
 from ladder.kernels.table import SHARED, Gemv, Shape, Skinny, Split, Table, candidates, rule, sound
 from ladder.model import Decoder
 from ladder.wiring import Wiring
@@ -117,6 +121,26 @@ def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pending, Flagged) and pending.flag is None  # who sets no flags is waited for by events
 
 
+@pytest.mark.parametrize("part, output", [("attention", "self_attn.o_proj"), ("mlp", "mlp.down_proj")])
+def test_a_step_without_a_sub_block(part: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the logits of a model in which that sub-block adds nothing. A graph is the function it captures here."""
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (Graph(), step()))
+    model = random_model(Case("tiny", 1), Solo(), torch.device("cpu"), torch.float32)
+
+    def logits(without: str | None) -> torch.Tensor:
+        configure(model, "standard", None)
+        return FusedModel(model, model.new_cache(3, 8), References(), without).decode_step(2, 8)()
+
+    whole, lacking = logits(None), logits(part)
+    for layer in model.layers:
+        layer.get_submodule(output).weight.zero_()  # type: ignore[operator, union-attr]
+    assert torch.allclose(lacking, logits(None), rtol=1e-5, atol=1e-6) and not torch.allclose(lacking, whole, rtol=1e-2)
+
+
 def test_spread() -> None:
     found = [float(n) for n in range(1, 26)]
     assert spread(found)["ms"] == statistics.median(found) and spread(found)["steps"] == 25
@@ -144,7 +168,7 @@ def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
     step = step_of(kernels_of(tmp_path / "trace.json"), model, "ladder")
     assert [span.name for span in step.compute] == ["attention 0", "MLP 0", "attention 1", "MLP 1"]
     assert [(round(w.begin * 1e3), round(w.end * 1e3)) for w in step.waits[1:]] == [(27, 31)]
-    assert len(step.wire) == 5
+    assert len(step.comm) == 5
 
 
 SHAPES = [

@@ -19,17 +19,17 @@ from ladder.engine.sampling import likeliest
 from ladder.engine.scheduler import SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
-from ladder.kernels.ops import Ops, Twins
+from ladder.kernels.launch import Launch, References
 from ladder.model import Decoder
 from tests.checkpoints import tiny
 
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
 
 
-def tokens(comm: Comm, ops: Ops | None, params: SamplingParams, wiring: str) -> dict[int, list[int | None]]:
+def tokens(comm: Comm, launch: Launch | None, params: SamplingParams, wiring: str) -> dict[int, list[int | None]]:
     """What each of the prompts is answered with; three slots, so that some wait, and a cache that grows."""
     config = ModelConfig.named("tiny").rewired(wiring)
-    runner = ModelRunner(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, ops=ops)
+    runner = ModelRunner(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, launch=launch)
     runner.apply(AddSequence(SequenceSpec(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 2))
     found: dict[int, list[int | None]] = {}
     while runner.busy:
@@ -45,8 +45,8 @@ def test_same_tokens(wiring: str, temperature: float, size: int) -> None:
     params = SamplingParams(16, temperature, seed=4)
     with World(size) as world:
         plain = world.run(lambda comm: tokens(comm, None, params, wiring))
-        by_twins = world.run(lambda comm: tokens(comm, Twins(), params, wiring))
-    assert plain == by_twins and len(plain[0]) == 2 * len(PROMPTS)
+        by_references = world.run(lambda comm: tokens(comm, References(), params, wiring))
+    assert plain == by_references and len(plain[0]) == 2 * len(PROMPTS)
 
 
 class Recorded:
@@ -79,8 +79,8 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
     params = SamplingParams(16, temperature, seed=4)
     long = [[9] * 250, [3] * 20]  # grows the cache from 256 positions while steps are under way
     found = []
-    for ops, captured in ((None, False), (Twins(), True)):
-        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 3, 512, ops, captured)
+    for launch, captured in ((None, False), (References(), True)):
+        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 3, 512, launch, captured)
         runner.apply(
             AddSequence(SequenceSpec(id, tuple(prompt), 16, params)) for id, prompt in enumerate([*PROMPTS, *long])
         )

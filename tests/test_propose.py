@@ -109,7 +109,7 @@ def test_refused_machines() -> None:
         (Machine(requests=0), "requests must be from 1"),
         (Machine(chip="h1000"), "unknown chip 'h1000'"),
         (Machine(link="nvlink"), "unknown link 'nvlink'"),
-        (Machine(tp=1), "needs 142 GB on each GPU, h100 has 80: try --tp 2"),
+        (Machine(tp=1), "needs 141.6 GB on each h100"),
     ):
         with pytest.raises(LadderError, match=re.escape(sentence)):
             machine.predictor(config)

@@ -3,15 +3,15 @@
 import pytest
 
 from experiments import quality_plots
-from ladder.bench.lanes import plainly, plotting
+from ladder.plotting import load_pyplot, plot_style
 
 
 @pytest.mark.parametrize("draw", [quality_plots.scratch, quality_plots.adaptation, quality_plots.latency])
 def test_labels_are_legible(draw: object) -> None:
     """Nothing of what is meant for TeX, which our pictures do not read."""
     assert callable(draw)
-    pyplot = plotting()
-    with plainly(pyplot):
+    pyplot = load_pyplot()
+    with plot_style(pyplot):
         figure = draw(pyplot)
         figure.canvas.draw()
         labels = [

@@ -12,8 +12,8 @@ import pytest
 from ladder.comm.link import LINKS, Link
 from ladder.errors import LadderError
 from ladder.report import figures as report_figures
-from ladder.report.arms import ARMS, looks
 from ladder.report.figures import SPEEDUP, TOKENS, frontier, latency, throughput
+from ladder.report.looks import LOOKS, looks
 from ladder.report.options import ReportOptions
 from ladder.report.published import beside
 from ladder.report.rows import load
@@ -26,7 +26,7 @@ def row(arm: str, batch: int, ms: float, link: str | None = "nvlink_nccl", **mor
     """A line as `ladder bench` writes it, with most of its keys."""
     timing = LINKS.get(link or "")
     line = {"size": "llama-3-70b", "arm": arm, "wiring": "standard" if arm == "standard-fused" else arm, "tp": 8}
-    line |= {"batch": batch, "prompt": 1024, "new": 512, "context": 1280, "link": link, "link_kind": "timed"}
+    line |= {"batch": batch, "prompt": 1024, "new": 512, "context": 1280, "link": link, "link_kind": "emulated"}
     line |= {"link_alpha_us": timing.alpha * 1e6 if timing else None, "mode": "one-rank", "chip": "NVIDIA H200"}
     line |= {"link_beta_gb_s": timing.beta / 1e9 if timing else None, "dtype": "bfloat16", "layers": 80}
     line |= {"of_layers": 80, "ttft_ms": 10 * ms, "tpot_ms_p50": ms, "tpot_ms_q1": ms - 0.1, "tpot_ms_q3": ms + 0.2}
@@ -88,7 +88,7 @@ def test_report_stands_on_its_own(tmp_path: Path) -> None:
     read = data(page)
     assert read["notes"] == ["rows.jsonl: not drawn are 1 line of 'peak'."]
     for panel in (panel for panels in read["figures"].values() for panel in panels):
-        for fact in ("NVIDIA H200", "one-rank", "timed link", "abc1234", "2025-11-15"):
+        for fact in ("NVIDIA H200", "one-rank", "emulated link", "abc1234", "2025-11-15"):
             assert fact in panel["facts"]
 
 
@@ -183,14 +183,14 @@ def test_few_keys_are_enough(tmp_path: Path) -> None:
     page, *pictures = report([write(tmp_path / "rows.jsonl", lines)], tmp_path / "out")
     read = data(page)
     assert len(pictures) == 1 and not read["figures"]["latency"] and not read["figures"]["frontier"]
-    assert "chip not said" in read["figures"]["throughput"][0]["facts"]
+    assert "chip unknown" in read["figures"]["throughput"][0]["facts"]
 
 
 def test_an_interrupted_file_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", sample())
     path.write_text(path.read_text() + '{"size": "llama')
     lines = load([path])
-    assert len(lines.rows) == len(sample()) and lines.passed_over == ["rows.jsonl: not drawn are 1 torn last line."]
+    assert len(lines.rows) == len(sample()) and lines.not_drawn == ["rows.jsonl: not drawn are 1 torn last line."]
 
 
 NAN = json.dumps(row("ladder", 1, 5.0)).replace("5.0", "NaN")
@@ -235,9 +235,9 @@ def test_refusals_of_places(tmp_path: Path) -> None:
 
 
 def test_looks_are_the_same_everywhere() -> None:
-    assert looks(["none", "ladder", "mine", "standard"])["ladder"] == looks(["ladder"])["ladder"] == ARMS["ladder"]
+    assert looks(["none", "ladder", "mine", "standard"])["ladder"] == looks(["ladder"])["ladder"] == LOOKS["ladder"]
     assert list(looks(iter(["none", "ladder", "mine", "standard"]))) == ["standard", "ladder", "mine", "none"]
-    many = looks([*ARMS, *(f"wiring-{n}" for n in range(9))])
+    many = looks([*LOOKS, *(f"wiring-{n}" for n in range(9))])
     assert len({(look.colour, look.fill, look.marker) for look in many.values()}) == len(many)
 
 

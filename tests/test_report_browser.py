@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ladder.report.arms import TIMES
+from ladder.report.looks import TIMES
 from ladder.report.write import report
 from tests.test_report import EVIL, row, sample, step, write
 

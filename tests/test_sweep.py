@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.bench import sweep
-from ladder.bench.cells import Cell, cells
 from ladder.bench.machine import machine
-from ladder.bench.measure import Measured, Turn
-from ladder.bench.sweep import Lines, bench, done, key, line_of, measured_before, read
+from ladder.bench.sweep import sweep
+from ladder.bench.sweep.cells import Cell, cells
+from ladder.bench.sweep.measure import Measured, StepsDone
+from ladder.bench.sweep.sweep import LineFile, bench, done, key, line_of, measured_before, read
 from ladder.errors import LadderError, RankError
 from tests.test_bench import LAPTOP, TINY, quiet
 from tests.test_cli import Run
@@ -34,7 +34,7 @@ def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
     out = tmp_path / "new" / "bench.jsonl"
     first, second, third, *_ = (row_of(cell) for cell in cells(TINY, LAPTOP))
     assert read(out) == [] and done(out) == set()
-    lines = Lines(out)
+    lines = LineFile(out)
     lines.append(first)
     with out.open("a") as file:
         file.write(json.dumps(second)[:40])  # the machine stopped here
@@ -48,7 +48,7 @@ def test_lines_survive_a_torn_one(tmp_path: Path) -> None:
     out.write_text('{"measure": "decode"}\n\n' + out.read_text())  # another program's line
     assert done(out) == {key(row) for row in (first, second, third)}
     out.write_text("once upon\na time\n")
-    with pytest.raises(LadderError, match="line 1 is no JSON"):
+    with pytest.raises(LadderError, match="is no file of JSON lines: line 1 is"):
         read(out)
     with pytest.raises(LadderError, match="is a directory"):
         read(tmp_path)
@@ -59,12 +59,12 @@ def test_only_what_is_missing_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
     planned = cells(given)
     kept = [row_of(cell) for cell in planned if cell.batch == 1 and cell.arm != "none"]
     for row in kept:
-        Lines(given.out).append(row)
+        LineFile(given.out).append(row)
     asked: list[Cell] = []
 
     def ranks(size: int, device: torch.device, work: object, todo: list[Cell]) -> Any:
         asked.extend(todo)
-        yield Turn(len(todo) * 3, "all at once")
+        yield StepsDone(len(todo) * 3, "all at once")
         yield from (Measured(cell, {"tpot_ms_p50": 2.0, "repetitions": cell.repetitions}) for cell in todo)
 
     monkeypatch.setattr(sweep, "stream_ranks", ranks)
@@ -85,7 +85,7 @@ def test_what_is_said_of_rows_from_before(tmp_path: Path, monkeypatch: pytest.Mo
     rows = [{**row_of(cell), "commit": commit} for cell, commit in zip(cells(TINY), ("aa1", None, "cc3"), strict=False)]
     assert measured_before(rows, [], out) is None
     for row in rows[:2]:
-        Lines(out).append(row)
+        LineFile(out).append(row)
     monkeypatch.setattr(sweep, "bench", lambda options, progress: iter(rows))
     status, printed, said = run("bench", "--preset", "quick", "--json", "--out", out)
     assert status == 0 and [json.loads(line) for line in printed.splitlines()] == rows
@@ -104,12 +104,12 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sweep, "bench", stopped)
     arguments = ("bench", "--preset", "quick", "--out", out)
     assert run(*arguments) == (130, "", "ladder: stopped: nothing is measured yet, the same command continues\n")
-    Lines(out).append(row_of(cells(TINY)[0]))
+    LineFile(out).append(row_of(cells(TINY)[0]))
     said = f"ladder: stopped: what is measured is in {out}, the same command continues\n"
     assert run(*arguments) == (130, "", said)
 
 
-LONGER = replace(TINY, batch=(1, 2, 3), link=("5ms,10GB/s",), arm=("standard", "none"), repetitions=8)
+LONGER = replace(TINY, batch=(1, 2, 3), emulate_link=("5ms,10GB/s",), arm=("standard", "none"), repetitions=8)
 
 
 def test_a_rank_that_dies(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from ladder.bench.options import BenchOptions
-from ladder.bench.sweep import bench
+from ladder.bench.sweep.options import BenchOptions
+from ladder.bench.sweep.sweep import bench
 if __name__ == "__main__":
-    given = BenchOptions(size=("tiny",), batch=tuple(range(1, 21)), link=("5ms,10GB/s",), arm=("standard", "none"),
-                         prompt=8, new=8, repetitions=3, device="cpu", out=Path(sys.argv[1]))
+    given = BenchOptions(size=("tiny",), batch=tuple(range(1, 21)), emulate_link=("5ms,10GB/s",),
+                         arm=("standard", "none"), prompt=8, new=8, repetitions=3, device="cpu", out=Path(sys.argv[1]))
     for row in bench(given, lambda *_: print("turn", flush=True)):
         print("row", flush=True)
 """

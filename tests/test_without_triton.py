@@ -11,14 +11,14 @@ import torch
 from ladder.jit import PRESENT
 from ladder.checkpoint import Random, load
 from ladder.config import ModelConfig
-from ladder.engine.fused import Fused
-from ladder.kernels.ops import Twins
+from ladder.engine.forward import Forward
+from ladder.kernels.launch import References
 from ladder.model import Decoder
 import ladder.comm.symmetric, ladder.engine.llm, ladder.bench.one_rank, ladder.bench.tune, ladder.cli
 assert not PRESENT
 model = load(Decoder(ModelConfig.named("tiny")), Random())
-fused = Fused(model, model.new_cache(1, 8), Twins())
-logits, best = fused.step(*torch.tensor([[5], [0], [0]]))
+forward = Forward(model, model.new_cache(1, 8), References())
+logits, best = forward.decode(*torch.tensor([[5], [0], [0]]))
 assert torch.allclose(logits, model(torch.tensor([[5]]))[0], atol=1e-5)
 import sys
 assert "triton" not in sys.modules

@@ -1,13 +1,13 @@
-"""One rank of a large machine on one GPU: its true shard, kernels, graphs and streams; the link is timed.
+"""One rank of a large machine on one GPU: its true shard, kernels, graphs and streams; the link is emulated.
 
 python -m ladder.bench.one_rank [NAME ...] > results/one_rank_h200.jsonl
 
-NAMEs are those of `JOBS`; without any, all of them. A JSON line for every measurement: milliseconds per decoding step
+NAMEs are those of `MEASUREMENTS`; without any, all of them. A JSON line for every result: milliseconds per decode step
 (median and spread over the steps, after warm-up), the bytes that a step must read and the share of the measured peak at
 which it did, for every wiring and link; the same over no communication (the wiring `none`) and over the same wiring
 without a link; the bound of each schedule from the measured parts; prefill with its share of the measured peak of a
-matrix product. `link` is `none` or `timed`. With an empty TRITON_CACHE_DIR the time of the first capture includes all
-compilation.
+matrix product. `link` is `none` or `emulated`. With an empty TRITON_CACHE_DIR the time of the first capture includes
+all compilation.
 """
 
 import gc
@@ -16,24 +16,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ladder.bench.machine import machine, milliseconds, peaks, spread
-from ladder.bench.shard import Case, prompt_operations, shard, step_bytes, wired
-from ladder.comm.base import Solo
+from ladder.bench.model import Case, FusedModel, configure, random_model
+from ladder.comm.base import Comm, Solo
 from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
-from ladder.engine.fused import Fused
-from ladder.engine.graphs import Graphs
 from ladder.errors import LadderError, check_known
-from ladder.kernels.ops import Kernels
-from ladder.layers.attention import KVCache
+from ladder.kernels.launch import Kernels
+from ladder.layers.cache import KVCache
 from ladder.model import Decoder
+from ladder.perf.costs import RankCosts
 from ladder.perf.schedule import walk
 from ladder.wiring import Wiring
 
@@ -42,41 +42,39 @@ CONTEXT = 1024
 
 
 def decode(
-    model: Decoder, cache: KVCache, kernels: Kernels, batch: int, pattern: str, link: Link | None, lanes: int = 1
+    model: Decoder,
+    cache: KVCache,
+    kernels: Kernels,
+    batch: int,
+    pattern: str,
+    link: Link | None,
+    concurrent: int = 1,
+    rank: Callable[..., Comm] = OneRank,
 ) -> list[float]:
-    """Milliseconds of the steps of a wiring, each a replay of its graph."""
-    wired(model, pattern, link, lanes, cache.keys[0].device)
-    return _replays(Fused(model, cache, kernels), batch)
+    """Milliseconds of the decode steps of a wiring, each a replay of its graph."""
+    configure(model, pattern, link, concurrent, rank)
+    return milliseconds(FusedModel(model, cache, kernels).decode_step(batch, CONTEXT))
 
 
 def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[str, float]:
-    """Microseconds of one attention, of one MLP and of the rest under the ladder wiring without a link, from graphs of
-    layers that lack the other one.
+    """Microseconds of one attention, of one MLP and of the rest under the ladder wiring without a link, from graphs
+    without the other one.
     """
-    wired(model, "ladder", None, 1, cache.keys[0].device)
-    whole = statistics.median(_replays(Fused(model, cache, kernels), batch))
-    found = {}
-    for name, other in (("attention_us", "_mlp"), ("mlp_us", "_attention")):
-        lacking = Fused(model, cache, kernels)
-        setattr(lacking, other, lambda *_: None)
-        found[name] = statistics.median(_replays(lacking, batch))
-    # a = rest + layers x attention, m = rest + layers x mlp, whole = rest + layers x both
-    layers = model.config.layers
-    attention, mlp = (whole - found["mlp_us"]) / layers, (whole - found["attention_us"]) / layers
+    configure(model, "ladder", None)
+
+    def median(without: str | None) -> float:
+        return statistics.median(milliseconds(FusedModel(model, cache, kernels, without).decode_step(batch, CONTEXT)))
+
+    # whole = rest + layers x (attention + mlp)
+    layers, whole = model.config.layers, median(None)
+    attention, mlp = (whole - median("attention")) / layers, (whole - median("mlp")) / layers
     return {"attention_us": attention * 1e3, "mlp_us": mlp * 1e3, "rest_us": (whole - layers * (attention + mlp)) * 1e3}
 
 
-def _replays(fused: Fused, batch: int) -> list[float]:
-    graph = Graphs(fused, spare=len(fused.cache.lengths) - 1).captured(batch)
-    device = fused.cache.keys[0].device
-    lines = torch.tensor([[1] * batch, list(range(batch)), [CONTEXT - 1] * batch], device=device)
-    return milliseconds(lambda: graph.replay(lines))
-
-
-def wire_us(
+def all_reduce_us(
     link: Link, size: int, batch: int, hidden: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> float:
-    """Microseconds of one sum among many that follow each other on the communication stream, its launch included."""
+    """Microseconds of one all-reduce among many that follow each other on the communication stream, launch included."""
     comm = Signalled([OneRank(size, link)], device, 64)
     x = torch.zeros(batch, hidden, dtype=dtype, device=device)
     stream = torch.cuda.Stream(device)
@@ -92,14 +90,15 @@ def wire_us(
     return statistics.median(found) / 64 * 1e3
 
 
-def bound_ms(pattern: str, part: dict[str, float], wire: float, lanes: int, layers: int) -> float:
-    """What a step of this schedule takes if its parts and its sums take what they took by themselves."""
+def bound_ms(pattern: str, part: dict[str, float], all_reduce: float, concurrent: int, layers: int) -> float:
+    """What a step of this schedule takes if its parts and its all-reduces take what they took by themselves."""
     table = Wiring.parse(pattern, layers).sub_blocks()
     blocks = [pair for a, m in table for pair in ((a, part["attention_us"]), (m, part["mlp_us"]))]
-    return (walk(blocks, wire, first=pattern != "none", lanes=lanes).total + part["rest_us"]) / 1e3
+    total = walk(blocks, all_reduce, first=pattern != "none", concurrent=concurrent).total
+    return (total + part["rest_us"]) / 1e3
 
 
-_LINKS = {"zero": Link(0.0, float("inf")), **LINKS}  # zero: everything but the time
+_LINKS = {"zero": Link(0.0, float("inf")), **LINKS}  # zero: an all-reduce costs its launch and its memory traffic only
 WIRINGS = ("none", "standard", "parallel", "desync-2x", "ladder", "ladder-2", "ladder-1-2")
 
 
@@ -109,11 +108,11 @@ def table(
     """Every wiring on every link, in turns."""
     begun = time.monotonic()
     kernels = Kernels.on(device)
-    model = shard(case, OneRank(case.tp) if case.tp > 1 else Solo(), device)
+    model = random_model(case, OneRank(case.tp) if case.tp > 1 else Solo(), device)
     cache = model.new_cache(case.batch + 1, CONTEXT + 64)
     torch.cuda.synchronize()
     loaded = time.monotonic()
-    read = step_bytes(model, case.batch, CONTEXT)
+    read = RankCosts(model.config, case.tp).step_bytes(case.batch, CONTEXT)
     common: dict[str, Any] = {
         "size": case.size,
         "tp": case.tp,
@@ -128,12 +127,12 @@ def table(
         ms = statistics.median(found)
         rate = read / ms / 1e9
         share = {"read_gb": read / 1e9, "tb_s": round(rate, 3), "share_of_peak": round(rate / peak["read_tb_s"], 3)}
-        name = {"link": "timed" if link else "none", "link_name": link}
+        name = {"link": "emulated" if link else "none", "link_name": link}
         return {"measure": "decode", **common, "wiring": pattern, **name, **spread(found), **share, **more}
 
-    wired(model, "none", None, 1, device)
+    configure(model, "none", None)
     begin = time.monotonic()
-    Graphs(Fused(model, cache, kernels), spare=case.batch).captured(case.batch)
+    FusedModel(model, cache, kernels).decode_step(case.batch, CONTEXT)
     torch.cuda.synchronize()
     capture = {"capture_s": round(time.monotonic() - begin, 2), "load_s": round(loaded - begun, 2)}
     settled = time.monotonic() + SETTLING
@@ -150,18 +149,19 @@ def table(
             free[pattern] = statistics.median(found)
             yield line(pattern, None, found, over_none=round(free[pattern] / free["none"], 4))
     for name in links:
-        wire = wire_us(_LINKS[name], case.tp, case.batch, model.config.hidden, device)
-        yield {"measure": "wire", **common, "link": "timed", "link_name": name, "sum_us": round(wire, 2)}
+        taken = all_reduce_us(_LINKS[name], case.tp, case.batch, model.config.hidden, device)
+        link = {"link": "emulated", "link_name": name}
+        yield {"measure": "all_reduce", **common, **link, "all_reduce_us": round(taken, 2)}
         standard = None
         for pattern in wirings:
-            for lanes in (1, 2) if pattern == "ladder-1-2" else (1,):
+            for concurrent in (1, 2) if pattern == "ladder-1-2" else (1,):
                 if pattern == "none":
                     continue
-                found = decode(model, cache, kernels, case.batch, pattern, _LINKS[name], lanes)
+                found = decode(model, cache, kernels, case.batch, pattern, _LINKS[name], concurrent)
                 ms = statistics.median(found)
                 standard = ms if pattern == "standard" else standard
-                bound = bound_ms(pattern, part, wire, lanes, model.config.layers)
-                more: dict[str, Any] = {"sums_at_once": lanes, "over_none": round(ms / free["none"], 4)}
+                bound = bound_ms(pattern, part, taken, concurrent, model.config.layers)
+                more: dict[str, Any] = {"concurrent_all_reduces": concurrent, "over_none": round(ms / free["none"], 4)}
                 more["over_same_wiring_without_link"] = round(ms / free[pattern], 4)
                 if case.layers is not None:  # all layers, the rest of the step once
                     scale = common["of_layers"] / common["layers"]
@@ -180,29 +180,28 @@ def prefill(
 ) -> Iterator[dict[str, Any]]:
     """A prompt of `tokens`: operations per second without communication, and how much of the link's time is hidden."""
     kernels = Kernels.on(device)
-    model = shard(case, OneRank(case.tp), device)
+    model = random_model(case, OneRank(case.tp), device)
     cache = model.new_cache(2, tokens)
     ids = torch.randint(model.config.vocab, (tokens,)).tolist()
-    operations = prompt_operations(model, 1, tokens)
+    operations = RankCosts(model.config, case.tp).prompt_operations(1, tokens)
     arms = [("none", None), ("ladder", None), ("standard", "zero"), ("ladder", "zero")]
     arms += [("standard", link), ("ladder", link)]
     found: dict[tuple[str, str | None], list[float]] = {}
     for _ in range(2):  # the second time round everything is warm
         for arm in arms:
-            wired(model, arm[0], _LINKS[arm[1]] if arm[1] else None, 1, device)
-            graphs = Graphs(Fused(model, cache, kernels), spare=1)
-            found[arm] = milliseconds(lambda g=graphs: g.prompt(ids, 0), 20, 3)  # type: ignore[misc]
+            configure(model, arm[0], _LINKS[arm[1]] if arm[1] else None)
+            found[arm] = milliseconds(partial(FusedModel(model, cache, kernels).prompt, ids), 20, 3)
     ms = {arm: statistics.median(times) for arm, times in found.items()}
     common = {"measure": "prefill", "size": case.size, "tp": case.tp, "mode": "one-rank", "tokens": tokens, "batch": 1}
     for pattern, name in arms:
         rate = operations / ms[pattern, name] / 1e9
         more = {"tflop_s": round(rate, 1), "share_of_peak": round(rate / peak["bf16_tflop_s"], 3)}
         if (pattern, name) == ("ladder", link):
-            # of what standard waits for the link: over no communication, and over sums that take no time on the link
+            # of what standard waits for: over no communication, and over all-reduces that take no time on the link
             for key, without in (("hidden", ("none", None)), ("hidden_of_link_time", ("standard", "zero"))):
                 exposed = ms["ladder", link] - ms["ladder" if without[1] else "none", without[1]]
                 more[key] = round(1 - exposed / (ms["standard", link] - ms[without]), 3)
-        keys = {"link": "timed" if name else "none", "link_name": name}
+        keys = {"link": "emulated" if name else "none", "link_name": name}
         yield {**common, "wiring": pattern, **keys, **spread(found[pattern, name]), **more}
 
 
@@ -210,8 +209,8 @@ FEW_LINKS, FEW_WIRINGS = ("nvlink_nccl", "pcie_shm_tp8"), ("none", "standard", "
 LINKS_70B = ("zero", "nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 
 
-Job = Callable[[torch.device, dict[str, float]], Iterator[dict[str, Any]]]
-JOBS: dict[str, Job] = {
+Measurement = Callable[[torch.device, dict[str, float]], Iterator[dict[str, Any]]]
+MEASUREMENTS: dict[str, Measurement] = {
     "70b": lambda *on: table(Case("llama-3-70b", 8), LINKS_70B, WIRINGS, *on),
     "70b-16": lambda *on: table(Case("llama-3-70b", 8, 16), LINKS_70B, WIRINGS, *on),
     "70b-4": lambda *on: table(Case("llama-3-70b", 8, 4), FEW_LINKS, FEW_WIRINGS, *on),
@@ -224,23 +223,23 @@ JOBS: dict[str, Job] = {
 
 def main(only: Sequence[str]) -> None:
     for name in only:
-        check_known("measurement", name, JOBS)
+        check_known("measurement", name, MEASUREMENTS)
     device = find_device("cuda:0")
     torch.cuda.set_device(device)
     peak = peaks(device)
 
     stamp = machine(device)
 
-    def say(line: dict[str, Any]) -> None:
+    def write(line: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps({**line, **stamp}) + "\n")
         sys.stdout.flush()
 
-    say({"measure": "peak", **{name: round(value, 3) for name, value in peak.items()}})
+    write({"measure": "peak", **{name: round(value, 3) for name, value in peak.items()}})
     with torch.inference_mode():
-        for name, job in JOBS.items():
+        for name, measurement in MEASUREMENTS.items():
             if not only or name in only:
-                for line in job(device, peak):
-                    say(line)
+                for line in measurement(device, peak):
+                    write(line)
 
 
 if __name__ == "__main__":

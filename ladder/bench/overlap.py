@@ -1,14 +1,15 @@
-"""Does the next sub-block hide a sum? Two CPU ranks, a timed link, and the three wirings that answer it.
+"""How much of an all-reduce does the next sub-block hide? Two CPU ranks, an emulated link, three wirings.
 
 python -m ladder.bench.overlap          (some 3 minutes; on a machine with nothing else to do)
 
-The link's alpha is the measured time of the shorter sub-block, the longest that one sub-block can hide. Arms take
-turns step by step, so that drift hits all alike. Prints JSON lines: one per round with
+The link's alpha is the measured time of the shorter sub-block, the longest that one sub-block can hide. The wirings
+take turns step by step, so that drift hits all alike. Prints JSON lines: one per round with
 
     hidden = (T_standard - T_ladder) / (T_standard - T_none)         T: median over the round's steps, slowest rank
 
 then rounds of one rank without a link, which show what the ladder wiring itself costs over the standard one, then the
-medians over the rounds. The last sum of a step has nothing to hide behind: with L layers at most 1 - 1 / 2L is hidden.
+medians over the rounds. The last all-reduce of a step has nothing to hide behind: with L layers at most 1 - 1 / 2L is
+hidden.
 """
 
 import json
@@ -16,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,23 +26,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks, together
 from ladder.checkpoint import Random, load
 from ladder.comm.base import Comm, Solo
 from ladder.comm.link import Link
 from ladder.comm.timed import Timed
 from ladder.config import ModelConfig
-from ladder.layers.attention import KVCache
+from ladder.layers.cache import KVCache
 from ladder.model import Decoder
-from ladder.wiring import Wiring
 
-ARMS = ("standard", "ladder", "none")
+WIRINGS = ("standard", "ladder", "none")
 
 
 @dataclass(frozen=True)
-class Setting:
+class OverlapSetting:
     """The layers of Llama-2-7B: their sub-blocks take 10 ms and more on a CPU core, beside which the millisecond that
-    gloo's threads take from that core for a sum is small.
+    gloo's threads take from that core for an all-reduce is small.
     """
 
     ranks: int = 2
@@ -51,34 +52,31 @@ class Setting:
     ffn: int = 11008
     batch: int = 1
     context: int = 64
-    steps: int = 5  # per round and arm; a round's figure is their median
+    steps: int = 5  # per round and wiring; a round's figure is their median
     rounds: int = 5
 
 
-def model_for(setting: Setting, comm: Comm) -> Decoder:
+def model_for(setting: OverlapSetting, comm: Comm) -> Decoder:
     """Layers take turns with the weights of the first two: no cache holds those, so they are read from memory anew."""
     s = setting
-    config = ModelConfig(s.hidden, 2, s.heads, s.heads, s.ffn, vocab=256, context=s.context)
-    model = load(Decoder(config, comm), Random())
+    two, all_of_them = (
+        ModelConfig(s.hidden, layers, s.heads, s.heads, s.ffn, vocab=256, context=s.context) for layers in (2, s.layers)
+    )
+    model = load(Decoder(two, comm), Random())
+    model.config = all_of_them
     model.layers = nn.ModuleList(copy(model.layers[index % 2]) for index in range(s.layers))
     return model
 
 
-def rewire(model: Decoder, pattern: str) -> None:
-    """A wiring changes no tensor: the same weights serve every arm."""
-    for layer, wiring in zip(model.layers, Wiring.parse(pattern, len(model.layers)).sub_blocks(), strict=True):
-        layer.wiring = wiring  # type: ignore[assignment]
-
-
-def decoding(model: Decoder, setting: Setting) -> KVCache:
-    """A cache with every request about to write its last position, its memory touched by one step."""
+def decoding(model: Decoder, setting: OverlapSetting) -> KVCache:
+    """A cache with every sequence about to write its last position, its memory touched by one step."""
     cache = model.new_cache(setting.batch, setting.context)
     step_seconds(model, setting, cache)
     return cache
 
 
-def step_seconds(model: Decoder, setting: Setting, cache: KVCache) -> float:
-    """One decoding step of the whole batch, from when all ranks are ready to when the last has finished."""
+def step_seconds(model: Decoder, setting: OverlapSetting, cache: KVCache) -> float:
+    """One decode step of the whole batch, from when all ranks are ready to when the last has finished."""
     cache.lengths = [setting.context - 1] * setting.batch
     tokens = torch.zeros(setting.batch, 1, dtype=torch.long)
     if model.comm.size == 1:  # beside the ranks that are there, which do something else
@@ -88,27 +86,20 @@ def step_seconds(model: Decoder, setting: Setting, cache: KVCache) -> float:
     return together(lambda: model(tokens, cache), torch.device("cpu"))
 
 
-def sub_block_ms(model: Decoder, setting: Setting, cache: KVCache) -> dict[str, float]:
+def sub_block_ms(model: Decoder, setting: OverlapSetting, cache: KVCache) -> dict[str, float]:
     """Median milliseconds of one attention and one MLP, norm included, inside steps without communication."""
-    rewire(model, "none")
+    model.rewire("none")
     times: dict[str, list[float]] = {"attention": [], "mlp": []}
     begun = 0.0
 
-    def begin(*_: object) -> None:
+    def begin(name: str) -> None:
         nonlocal begun
         begun = time.perf_counter()
 
-    def end(name: str) -> Callable[..., None]:
-        return lambda *_: times[name].append((time.perf_counter() - begun) * 1e3)
+    def end(name: str) -> None:
+        times[name.split()[0].lower()].append((time.perf_counter() - begun) * 1e3)
 
-    hooks = []
-    for layer in model.layers[:2]:  # the modules that all layers share
-        for name, norm, block in (
-            ("attention", "input_layernorm", "self_attn"),
-            ("mlp", "post_attention_layernorm", "mlp"),
-        ):
-            hooks.append(layer.get_submodule(norm).register_forward_pre_hook(begin))
-            hooks.append(layer.get_submodule(block).register_forward_hook(end(name)))
+    hooks = watch_sub_blocks(model, begin, end)
     for _ in range(setting.steps):
         step_seconds(model, setting, cache)
     for hook in hooks:
@@ -116,22 +107,22 @@ def sub_block_ms(model: Decoder, setting: Setting, cache: KVCache) -> dict[str, 
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def turns(model: Decoder, setting: Setting, cache: KVCache, arms: tuple[str, ...]) -> dict[str, float]:
-    """Median milliseconds of each arm's steps; the arms take turns, step by step."""
-    steps: dict[str, list[float]] = {arm: [] for arm in arms}
+def turns(model: Decoder, setting: OverlapSetting, cache: KVCache, wirings: tuple[str, ...]) -> dict[str, float]:
+    """Median milliseconds of each wiring's steps; the wirings take turns, step by step."""
+    steps: dict[str, list[float]] = {wiring: [] for wiring in wirings}
     for _ in range(setting.steps):
-        for arm in arms:
-            rewire(model, arm)
-            steps[arm].append(step_seconds(model, setting, cache) * 1e3)
-    return {arm: statistics.median(found) for arm, found in steps.items()}
+        for wiring in wirings:
+            model.rewire(wiring)
+            steps[wiring].append(step_seconds(model, setting, cache) * 1e3)
+    return {wiring: statistics.median(found) for wiring, found in steps.items()}
 
 
-def tell(line: dict[str, Any]) -> None:
+def write(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
-def overlap(comm: Comm, setting: Setting) -> Iterator[dict[str, Any]]:
+def overlap(comm: Comm, setting: OverlapSetting) -> Iterator[dict[str, Any]]:
     """A line for each round: the link's alpha and the steps' times. Cores speed up and slow down by a tenth within
     minutes, so every round measures the sub-blocks anew and sets the link by them.
     """
@@ -143,11 +134,11 @@ def overlap(comm: Comm, setting: Setting) -> Iterator[dict[str, Any]]:
         alpha = torch.tensor([min(blocks.values())], dtype=torch.float64)
         dist.broadcast(alpha, src=0)  # all ranks must have the same link
         model.comm = Timed(comm, Link(alpha=float(alpha) * 1e-3, beta=float("inf")))
-        steps = turns(model, setting, cache, ARMS)
+        steps = turns(model, setting, cache, WIRINGS)
         yield {
             "round": number,
             "tp": comm.size,
-            "link": "timed",
+            "link": "emulated",
             "alpha_ms": float(alpha),
             "sub_block_ms": blocks,
             "step_ms": steps,
@@ -156,7 +147,7 @@ def overlap(comm: Comm, setting: Setting) -> Iterator[dict[str, Any]]:
         }
 
 
-def alone(setting: Setting) -> Iterator[dict[str, Any]]:
+def alone(setting: OverlapSetting) -> Iterator[dict[str, Any]]:
     """A line for each round of one rank without a link: what the wiring itself costs."""
     model = model_for(setting, Solo())
     cache = decoding(model, setting)
@@ -165,20 +156,20 @@ def alone(setting: Setting) -> Iterator[dict[str, Any]]:
         yield {"round": number, "tp": 1, "step_ms": steps, "cost": steps["ladder"] / steps["standard"]}
 
 
-def work(comm: Comm, device: torch.device, setting: Setting) -> None:
+def work(comm: Comm, device: torch.device, setting: OverlapSetting) -> None:
     """One rank of the measurement; the first prints."""
     lines = []
     for line in overlap(comm, setting):
         lines.append(line)
         if comm.rank == 0:
-            tell(line)
+            write(line)
     if comm.rank != 0:
         return
     costs = []
     for line in alone(replace(setting, layers=4, steps=10)):
         costs.append(line)
-        tell(line)
-    tell(
+        write(line)
+    write(
         {
             "summary": "overlap",
             "setting": asdict(setting),
@@ -192,4 +183,4 @@ def work(comm: Comm, device: torch.device, setting: Setting) -> None:
 
 
 if __name__ == "__main__":
-    run_ranks(Setting.ranks, torch.device("cpu"), work, Setting())
+    run_ranks(OverlapSetting.ranks, torch.device("cpu"), work, OverlapSetting())

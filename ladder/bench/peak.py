@@ -1,4 +1,4 @@
-"""How fast this GPU reads its memory: the ceiling of every decoding step."""
+"""How fast this GPU reads its memory: the bound of every decode step."""
 
 import statistics
 

@@ -1,4 +1,6 @@
-"""Which shapes of kernels suit this GPU: tried inside whole steps, where one kernel starts while another ends."""
+"""ladder tune: which configurations of kernels suit this GPU. They are tried inside whole steps, where one kernel
+starts while another ends.
+"""
 
 import json
 import statistics
@@ -9,17 +11,16 @@ from typing import Any
 import torch
 
 from ladder.bench.machine import milliseconds
+from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import CONTEXT
-from ladder.bench.shard import Case, shard, wired
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
-from ladder.engine.fused import Fused
-from ladder.engine.graphs import Graphs
 from ladder.errors import LadderError
+from ladder.files import write_text
 from ladder.jit import PRESENT
-from ladder.kernels.ops import Kernels
+from ladder.kernels.launch import Kernels
 from ladder.kernels.table import MOST, Config, Shape, Table, candidates, read_table
 
 LAYERS = 12  # enough that no cache holds their weights
@@ -27,8 +28,8 @@ TOLERANCE = 0.02  # between the logits of two configurations, relative: bfloat16
 GAIN = 0.998  # of the best time: what a change must bring to be kept
 
 
-class Asked(Table):
-    """A table that remembers which shapes it was asked for."""
+class RecordingTable(Table):
+    """A table that records which shapes are looked up."""
 
     def __init__(self, chip: str, rows: dict[Shape, Config]) -> None:
         super().__init__(chip, rows)
@@ -45,22 +46,21 @@ def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
     case = Case(size, tp, layers=LAYERS)
-    model = shard(case, OneRank(tp) if tp > 1 else Solo(), device)
-    wired(model, "none", None, 1, device)
+    model = random_model(case, OneRank(tp) if tp > 1 else Solo(), device)
+    configure(model, "none", None)
     for batch in batches:
         cache = model.new_cache(batch + 1, CONTEXT + 64)
         chip = torch.cuda.get_device_name(device)
-        table = Asked(chip, Table.of(chip).rows)
-        lines = torch.tensor([[1] * batch, list(range(batch)), [CONTEXT - 1] * batch], device=device)
+        table = RecordingTable(chip, Table.of(chip).rows)
 
-        def step(batch: int = batch, cache: Any = cache, table: Asked = table, lines: Any = lines) -> tuple[float, Any]:
+        def timed(batch: int = batch, cache: Any = cache, table: Table = table) -> tuple[float, Any]:
+            """Milliseconds of a step with the table as it is, and its logits."""
             kernels = Kernels.on(device)
             kernels.table = table
-            graph = Graphs(Fused(model, cache, kernels), spare=batch).captured(batch)
-            times = milliseconds(lambda: graph.replay(lines), 15, 3)
-            return statistics.median(times), graph.replay(lines)[0].clone()
+            step = FusedModel(model, cache, kernels).decode_step(batch, CONTEXT)
+            return statistics.median(milliseconds(step, 15, 3)), step().clone()
 
-        before, expected = step()
+        before, expected = timed()
         best = before
         kept: dict[Shape, Config] = {}
         for shape in list(table.shapes):
@@ -70,7 +70,7 @@ def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> 
                     continue
                 table.rows[shape] = config
                 try:
-                    found, logits = step()
+                    found, logits = timed()
                 except Exception as error:  # too much shared memory, too many registers: not for this chip
                     if "out of resource" not in str(error).lower():
                         raise
@@ -84,14 +84,14 @@ def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> 
 
 
 def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Tune, and write `out`: its lines, with what was found in the place of what it said of the same shapes."""
+    """Tune, and write `out`: its lines, with what was found instead of its lines of the same shapes."""
     ModelConfig.named(size).check_degree(tp)
     if not batches or not all(1 <= batch <= MOST for batch in batches):
         raise LadderError(f"batch must be from 1 to {MOST}")
     if not out.parent.is_dir():
         raise LadderError(f"no such folder: {out.parent}")
     if out.exists():
-        read_table(out)  # refuses what is none, before anything is measured
+        read_table(out)  # refuses what is no table, before anything is measured
     device = find_device("cuda:0")
     if not PRESENT:
         raise LadderError("our kernels need Triton: pip install triton")
@@ -103,9 +103,7 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[d
                 table[_shape(found)] = json.dumps(found)
             else:
                 yield found
-    partial = out.with_name(f"{out.name}.partial")
-    partial.write_text("".join(f"{line}\n" for line in table.values()), encoding="utf-8")
-    partial.replace(out)
+    write_text(out, "".join(f"{line}\n" for line in table.values()))
 
 
 def _shape(line: dict[str, Any]) -> str:

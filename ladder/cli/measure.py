@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ladder.bench.options import BenchOptions
+from ladder.bench.sweep.options import BenchOptions
 from ladder.cli.verbs import steps_bar, verb
 from ladder.errors import LadderError
 from ladder.options import argument, option
@@ -23,12 +23,14 @@ class TraceOptions:
     size: str = option("tiny", "A named size, where no model is given.")
     wiring: tuple[str, ...] = option(("standard", "ladder"), "A wiring to draw (may be given several times).")
     tp: int = option(2, "Number of ranks, a process each.")
-    link: str | None = option(None, "Time the sums as on this link: a name, or alpha,beta as in 50us,10GB/s.")
+    emulate_link: str | None = option(
+        None, "Make all-reduces as slow as on this link: a name, or alpha,beta as in 50us,10GB/s."
+    )
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    batch: int = option(8, "Requests in the step.")
-    context: int = option(128, "Positions of each request, the step's included.")
+    batch: int = option(8, "Sequences in the step.")
+    context: int = option(128, "Positions of each sequence, the step's included.")
     out: Path = option(Path("trace"), "Folder for the traces, the picture and the spans.")
-    json: bool = option(False, "The account as JSON lines.")
+    json: bool = option(False, "The figures as JSON lines.")
 
     def __post_init__(self) -> None:
         for name in ("tp", "batch", "context"):
@@ -38,31 +40,32 @@ class TraceOptions:
 
 @verb(TraceOptions)
 def trace(options: TraceOptions) -> None:
-    """Record one decoding step per wiring: traces for Chrome or Perfetto, a picture of the lanes, and the account."""
-    from ladder.bench.lanes import plotting
-    from ladder.bench.trace import Plan, trace
+    """Record one decode step per wiring: traces for Chrome or Perfetto, a picture of the lanes, and figures."""
+    from ladder.bench.trace.trace import TraceSetting, trace
     from ladder.checkpoint import Directory, Random
     from ladder.comm.link import Link
     from ladder.config import ModelConfig
     from ladder.devices import device
+    from ladder.plotting import load_pyplot
 
-    plotting()
+    load_pyplot()
     source = Random() if options.model is None else Directory(options.model)
     config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
     config.check_degree(options.tp)
     if options.context > config.context:
         raise LadderError(f"context {options.context} is more than the model's {config.context}")
     wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
-    link = None if options.link is None else Link.parse(options.link)
-    plan = Plan(config, source, wirings, link, device(options.device), options.batch, options.context, options.out)
-    table = Table("wiring", "sums", "step ms", "wire ms", "exposed ms", "hidden")
-    for step in trace(plan, options.tp):
+    link = None if options.emulate_link is None else Link.parse(options.emulate_link)
+    where = device(options.device)
+    setting = TraceSetting(config, source, wirings, link, where, options.batch, options.context, options.out)
+    table = Table("wiring", "all-reduces", "step ms", "comm ms", "exposed ms", "hidden")
+    for step in trace(setting, options.tp):
         account = step.account()
         if options.json:
             typer.echo(json.dumps(account))
-        figures = [f"{account[key]:.2f}" for key in ("step_ms", "wire_ms", "exposed_ms")]
+        figures = [f"{account[key]:.2f}" for key in ("step_ms", "comm_ms", "exposed_ms")]
         hidden = "-" if account["hidden"] is None else f"{account['hidden']:.0%}"
-        table.add_row(step.wiring, str(account["sums"]), *figures, hidden)
+        table.add_row(step.wiring, str(account["all_reduces"]), *figures, hidden)
     if not options.json:
         Console().print(table)
         typer.echo(
@@ -72,17 +75,17 @@ def trace(options: TraceOptions) -> None:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Which kernels, for whom."""
+    """Which kernels, for which model."""
 
     out: Path = argument("File of JSON lines; its other lines stay. `ladder generate --tuned` reads it.")
     size: str = option("llama-3-70b", "A named size: its weights' shapes are tuned for.")
     tp: int = option(8, "Number of ranks that share it.")
-    batch: tuple[int, ...] = option((1, 4, 16, 64), "Requests at a time, up to 64 (may be given several times).")
+    batch: tuple[int, ...] = option((1, 4, 16, 64), "Sequences at a time, up to 64 (may be given several times).")
 
 
 @verb(TuneOptions)
 def tune(options: TuneOptions) -> None:
-    """Find the shapes of our kernels that suit this GPU, for one rank of a model."""
+    """Find the configurations of our kernels that suit this GPU, for one rank of a model."""
     from ladder.bench.tune import tuned
 
     for line in tuned(options.out, options.size, options.tp, options.batch):
@@ -91,8 +94,8 @@ def tune(options: TuneOptions) -> None:
 
 @verb(BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Measure wirings side by side on what is there; results are appended cell by cell, a second run continues."""
-    from ladder.bench.sweep import bench, measured_before, read, table
+    """Measure wirings side by side on this machine; results are appended cell by cell, a second run continues."""
+    from ladder.bench.sweep.sweep import bench, measured_before, read, table
 
     old, rows = read(options.out), []
     try:

@@ -21,8 +21,8 @@ GIVEN |= {"nodes": "nodes", "gpus": "GPUs", "prompt": "prompt", "new": "new"}
 FIGURES = {
     "attention_us": "attn us",
     "mlp_us": "MLP us",
-    "sum_us": "sum us",
-    "wire_ms": "wire ms",
+    "all_reduce_us": "all-reduce us",
+    "comm_ms": "comm ms",
     "exposed_ms": "exposed",
     "tpot_ms": "ms/token",
     "prefill_s": "prefill s",
@@ -42,12 +42,12 @@ class PlanOptions:
     chip: tuple[str, ...] = option(("h100",), "a100, h100, h200, b200, l40s, rtx-4090, or '141GB,4.8TB/s,989TFLOP/s'.")
     tp: tuple[str, ...] = option((), "Ranks that share a model, as in 8 or 2,4,8; default: 8.")
     link: tuple[str, ...] = option(("nvlink_nccl",), "A link's name, or alpha,beta as in 50us,10GB/s.")
-    batch: tuple[str, ...] = option((), "Requests at a time, as in 4 or 1,4,16; default: 1.")
+    batch: tuple[str, ...] = option((), "Sequences at a time, as in 4 or 1,4,16; default: 1.")
     prompt: tuple[str, ...] = option(("1024",), "Tokens of a prompt.")
     new: tuple[str, ...] = option(("512",), "New tokens.")
     wiring: tuple[str, ...] = option((), f"A wiring, or an arm of `ladder bench`; default: {', '.join(WIRINGS)}.")
     engine: str = option("auto", "Whose code: paper, ladder, or auto (the paper's on an h100, else ours).")
-    nodes: int = option(1, "Machines that the ranks of one model are spread over; sums are then hierarchical.")
+    nodes: int = option(1, "Machines that the ranks of one model are spread over; all-reduces are then hierarchical.")
     node_link: str | None = option(None, "The link between machines, for each GPU's share; default: 20us,45GB/s.")
     pp: int = option(1, "Pipeline stages, each of --tp ranks.")
     gpus: int | None = option(None, "All GPUs there are, as replicas.")
@@ -66,7 +66,7 @@ def _numbers(name: str, texts: tuple[str, ...]) -> list[int]:
 
 @verb(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Predict a deployment without having it: time per sub-block, what the wire costs, tokens/s, the best choice."""
+    """Predict a deployment without having it: time per sub-block, cost of communication, tokens/s, best choice."""
     from ladder.perf.plan import Deployment, best, plan, swept
 
     wirings = options.wiring or WIRINGS
@@ -115,11 +115,11 @@ def _grouped(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    """A table; what is the same in all rows is said above it."""
+    """A table; what is the same in all rows stands above it."""
     first = rows[0]
     same = [key for key in GIVEN if key != "wiring" and len({row[key] for row in rows}) == 1]
-    said = ", ".join(f"{GIVEN[key]} {first[key]}" for key in same)
-    typer.echo(f"{first['size']} on {first['chip']}, engine {first['engine']}, {said}")
+    common = ", ".join(f"{GIVEN[key]} {first[key]}" for key in same)
+    typer.echo(f"{first['size']} on {first['chip']}, engine {first['engine']}, {common}")
     columns = {key: head for key, head in (GIVEN | FIGURES).items() if key not in same}
     table = Table(*(Column(head, justify="right", no_wrap=True) for head in columns.values()), box=SIMPLE_HEAD)
     for row in rows:

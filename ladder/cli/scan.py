@@ -74,11 +74,11 @@ def _check_plot(file: Path) -> None:
 @verb(ScanOptions)
 def scan(options: ScanOptions) -> None:
     """Find the layers that bear another wiring best: damage of each alone, of growing sets, and a set to adapt."""
-    from ladder.bench.lanes import plainly, plotting
+    from ladder.plotting import load_pyplot, plot_style
     from ladder.scan.plot import draw
     from ladder.scan.propose import propose
 
-    pyplot = None if options.plot is None else plotting()
+    pyplot = None if options.plot is None else load_pyplot()
     found, predictor = _measured(options)
     proposal, refused = None, None
     if options.budget is not None or options.speed is not None:
@@ -95,7 +95,7 @@ def scan(options: ScanOptions) -> None:
         wish |= {"predicted_speed": proposal.predicted}
         _teller(options, found.tokens, found.fitted, wish)("proposal", proposal.damage, found.original)
     if pyplot is not None and options.plot is not None:
-        with plainly(pyplot):
+        with plot_style(pyplot):
             draw(pyplot, found, options.plot, Path(options.model).name, options.budget, proposal)
         typer.echo(f"wrote {options.plot}", err=options.json)
     if refused is not None:

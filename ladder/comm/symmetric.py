@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm.base import Completed, Comm, Pending
+from ladder.comm.base import Comm, Completed, Pending
 from ladder.comm.one_shot import BLOCKS, OneShot
 from ladder.errors import LadderError
 from ladder.jit import PRESENT

@@ -19,9 +19,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 
+from ladder.config.families import FAMILIES as NATIVE
 from ladder.config.fields import read_config, read_json
 from ladder.config.lock import locked, unlocked, wiring_of
-from ladder.config.families import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card

@@ -1,1 +1,1 @@
-"""Triton kernels for decoding, each beside its plain-torch twin."""
+"""Triton kernels for decoding, each beside its plain torch reference."""

@@ -9,8 +9,8 @@ from ladder.wiring import ROWS, Wiring
 
 
 @dataclass(frozen=True)
-class Arm:
-    """Equal parts of the layers under each of `rows`; the sums on a link of the arm's own where it has one."""
+class BenchArm:
+    """Equal parts of the layers under each of `rows`; the all-reduces on a link of the arm's own where it has one."""
 
     rows: tuple[str, ...]
     link: str | None = None
@@ -19,14 +19,14 @@ class Arm:
         return Wiring(tuple(self.rows[index * len(self.rows) // layers] for index in range(layers)))
 
 
-ARMS: dict[str, Arm] = {
-    "standard": Arm(("standard",)),
-    "standard-fused": Arm(("standard",), link="nvlink_fused"),  # the best all-reduce there is
-    "parallel": Arm(("parallel",)),
-    "ladder": Arm(("ladder",)),
-    "hybrid": Arm(("standard", "ladder")),
-    "desync-2x": Arm(("desync-2x",)),
-    "none": Arm(("none",)),  # no communication: the upper bound on speed
+ARMS: dict[str, BenchArm] = {
+    "standard": BenchArm(("standard",)),
+    "standard-fused": BenchArm(("standard",), link="nvlink_fused"),  # the best all-reduce there is
+    "parallel": BenchArm(("parallel",)),
+    "ladder": BenchArm(("ladder",)),
+    "hybrid": BenchArm(("standard", "ladder")),
+    "desync-2x": BenchArm(("desync-2x",)),
+    "none": BenchArm(("none",)),  # no communication: the upper bound on speed
 }
 
 

@@ -26,10 +26,20 @@ from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.chips import CHIPS, Chip
 from ladder.perf.engines import ENGINES, Engine
+from ladder.perf.measurements import read_lines
 from ladder.perf.predict import Setting, decoding, prefill
 
 FITTED: tuple[str, ...] = ("single.attention", "single.mlp", "single.reach", "few.attention", "few.mlp", "few.reach")
-FITTED += ("few.efficiency", "prompt.attention", "prompt.efficiency", "cache", "step", "launch", "sum", "smaller")
+FITTED += (
+    "few.efficiency",
+    "prompt.attention",
+    "prompt.efficiency",
+    "cache",
+    "step",
+    "launch",
+    "all_reduce",
+    "smaller",
+)
 FITTED += ("scale", "contention", "contention_growth", "most_contention")
 BROKEN = 0.8  # a run below this share of its configuration's best is not one of the machine it ran on
 TIE = 0.01  # wirings closer than this are not in any order
@@ -88,28 +98,24 @@ def published(path: Path, engine: Engine) -> list[Target]:
 def measured(path: Path, engine: Engine) -> list[Target]:
     """Decoding steps of JSON lines; those of other kinds are passed over."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise LadderError(f"{path} is not JSON lines") from None
-        if not isinstance(row, dict):
-            raise LadderError(f"{path} has a line that is no measurement")
+    for _, row in read_lines(path).objects:
         ms = row.get("tpot_ms_p50", row.get("ms") if row.get("measure") == "decode" else None)
         chip = Chip.of(row.get("chip") or "")
-        if ms is None or chip is None or row.get("sums_at_once", 1) != 1:
+        if ms is None or chip is None or row.get("concurrent_all_reduces", 1) != 1:
             continue
         config = ModelConfig.named(row["size"])
         if row.get("layers", config.layers) != config.layers:
             config = config.first(row["layers"])
         name = row.get("link_name", row.get("link"))
-        silent = not config.rewired(row["wiring"]).wiring.sums()
-        if name == "zero" or (row.get("link_kind") == "real" and not silent):  # no time of a link is known of those
+        without_communication = not config.rewired(row["wiring"]).wiring.sums()
+        if name == "zero" or (
+            row.get("link_kind") == "real" and not without_communication
+        ):  # no time of a link is known of those
             continue
         link = LINKS.get(name or "")
         if link is None and row.get("link_alpha_us") is not None:
             link, name = Link(row["link_alpha_us"] * 1e-6, (row["link_beta_gb_s"] or float("inf")) * 1e9), None
-        if silent or link is not None:
+        if without_communication or link is not None:
             link = link or Link(0.0, float("inf"))
             s = Setting(
                 config.rewired(row["wiring"]), row["tp"], row["batch"], row["context"], 0, chip, engine, link, name
@@ -250,11 +256,11 @@ def main(arguments: Sequence[str]) -> None:
     for name, one in (("as it is", engine), ("fitted on the first half", fitted)):
         for half, some in (("first half", fitting), ("second half", testing), ("all", targets)):
             if some:
-                _say({"engine": engine.name, "row": name, "on": half, **account(one, some)})
-    _say({"engine": engine.name, "row": asdict(fitted)})
+                _print({"engine": engine.name, "row": name, "on": half, **account(one, some)})
+    _print({"engine": engine.name, "row": asdict(fitted)})
 
 
-def _say(line: dict[str, Any]) -> None:
+def _print(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
 
 

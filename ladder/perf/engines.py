@@ -1,7 +1,9 @@
-"""Engines: what software makes of a chip. Each row is fitted to measurements; no row knows a model's size.
+"""Engines: which share of a chip a piece of software reaches. Each row is fitted to measurements and holds for all
+sizes.
 
 A sub-block's time is its overhead + what it reads / (reach x the chip's rate), or its operations / (efficiency x the
-chip's rate), whichever is longer. A sum that travels behind a computation still slows it: by `contention` x its time.
+chip's rate), whichever is longer. An all-reduce that runs behind a computation still slows it: by `contention` x its
+time.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ US = 1e-6
 
 @dataclass(frozen=True)
 class Stage:
-    """Overheads in seconds and reaches for one way of computing: a single row, some rows, a prompt."""
+    """Overheads in seconds and reaches for one way of computing: decoding one sequence, decoding several, prefill."""
 
     attention: float  # seconds that an attention takes beside its reading and computing
     mlp: float
@@ -27,14 +29,16 @@ class Engine:
 
     name: str
     what: str
-    single: Stage  # decoding, one request
+    single: Stage  # decoding, one sequence
     few: Stage  # decoding, more of them
     prompt: Stage
     cache: float  # how often keys and values are moved beyond being read once, by heads that share them
     step: float  # a step's own overhead
-    sum: float  # seconds that a sum travels beside what its link says
-    launch: float  # what sending one costs the computation
-    contention: float  # of a hidden sum's time, for one token; more by `contention_growth` for each doubling of tokens
+    all_reduce: float  # seconds of an all-reduce beyond its link's time
+    launch: float  # what starting one costs the computation
+    contention: (
+        float  # of a hidden all-reduce's time, for one token; more by `contention_growth` for each doubling of tokens
+    )
     contention_growth: float
     most_contention: float
     smaller: float = 0.0  # share of the reach that is lost with each halving of a shard, counted from `WHOLE`
@@ -45,9 +49,9 @@ class Engine:
     scale: float = 1.0  # of a link's alpha between 2 ranks of the 8 that it was measured with; 1: as it is
     large: dict[str, Link] = field(default_factory=dict)  # how the library sends what is too large for its fast way
 
-    def travel(self, link: Link, name: str | None, size: int, ranks: int) -> float:
-        """Seconds of a sum of `size` bytes between `ranks`. A link of the table may come with another alpha than its
-        own: its way for large messages is as much later or earlier.
+    def all_reduce_seconds(self, link: Link, name: str | None, size: int, ranks: int) -> float:
+        """Of one of `size` bytes between `ranks`. A link of the table may come with another alpha than its own: its
+        way for large messages is as much later or earlier.
         """
         share = 1.0
         if name is not None and name.startswith("nvlink") and ranks < LINKED and self.scale != 1.0:
@@ -55,7 +59,7 @@ class Engine:
         time = share * link.alpha + size / link.beta
         if name in self.large:
             time = min(time, self.large[name].seconds(size) + link.alpha - LINKS[name].alpha)
-        return time + self.sum
+        return time + self.all_reduce
 
 
 LINKED = 8  # ranks that the links of a machine were measured with
@@ -73,7 +77,7 @@ ENGINES: dict[str, Engine] = {
         prompt=Stage(115 * US, 30 * US, 0.8, 0.387),
         cache=0.731,
         step=153 * US,
-        sum=0.0,
+        all_reduce=0.0,
         launch=0.0,
         contention=0.14,
         contention_growth=0.0555,
@@ -93,13 +97,13 @@ ENGINES: dict[str, Engine] = {
     ),
     "ladder": Engine(
         "ladder",
-        "this repository's: Triton kernels that start early, CUDA graphs, sums that set flags; bfloat16",
+        "this repository's: Triton kernels that start early, CUDA graphs, all-reduces that set flags; bfloat16",
         single=Stage(8.39 * US, 3.28 * US, 0.94, 0.3),
         few=Stage(13.1 * US, 5.17 * US, 0.926, 0.234),
         prompt=Stage(35 * US, 5 * US, 0.8, 0.6),
         cache=0.154,
         step=12.2 * US,
-        sum=2.78 * US,
+        all_reduce=2.78 * US,
         launch=0.31 * US,
         contention=0.0348,
         contention_growth=0.018,

@@ -1,7 +1,8 @@
 """What a deployment would do: settings to rows of figures, past one machine, and the best of them. No torch here.
 
-Over nodes a sum is hierarchical: reduce and gather within a node on its link, a share of the message between nodes on
-theirs. Pipeline stages split the layers; the batch goes through them in as many parts, so that all stages are busy.
+Over nodes an all-reduce is hierarchical: reduce and gather within a node on its link, a share of the message between
+nodes on theirs. Pipeline stages split the layers; the batch goes through them in as many parts, so that all stages are
+busy.
 
 The first token is prefill's, so `new` tokens take new - 1 steps, as `ladder bench` counts them; an engine that was
 fitted to published runs counts as those did (`Engine.first_too`).
@@ -19,7 +20,8 @@ from ladder.errors import LadderError, check_known, nearest
 from ladder.perf.arms import link_of, wiring_of
 from ladder.perf.chips import CHIPS, Chip
 from ladder.perf.engines import ENGINES, LINKED, Engine
-from ladder.perf.predict import BYTES, Pass, Setting, decoding, engine_of, prefill
+from ladder.perf.memory import Need, TooLarge, check_memory, more_ranks
+from ladder.perf.predict import PredictedPass, Setting, decoding, engine_of, prefill
 from ladder.perf.reach import across, check_reach, named_for, remark
 
 ROOM = 0.95  # of a chip's memory that weights, keys and values may take
@@ -39,12 +41,12 @@ class Deployment:
     chip: str
     tp: int
     link: str
-    batch: int  # requests of one replica
+    batch: int  # sequences of one replica
     prompt: int
     new: int
     wiring: str  # or an arm's name
     engine: str = "auto"
-    nodes: int = 1  # that the ranks of one sum are spread over
+    nodes: int = 1  # that the ranks of one all-reduce are spread over
     node_link: str | None = None
     pp: int = 1
     gpus: int | None = None  # all of them; default: one replica
@@ -62,7 +64,7 @@ def known_size(name: str) -> ModelConfig:
 
 
 def known_link(text: str, more: Sequence[str] = ()) -> tuple[Link, str | None]:
-    """A link, and its name if it is one of the table. `more`: words that the caller knows beside links."""
+    """A link, and its name if it is one of the table. `more`: words that the caller takes beside links."""
     try:
         return Link.parse(text), text if text in LINKS else None
     except LadderError as error:
@@ -78,17 +80,13 @@ def check_degree(config: ModelConfig, tp: int) -> None:
         raise LadderError(f"{error}; the nearest is {nearest(tp, config.degrees())}") from None
 
 
-class TooLarge(LadderError):
-    """A model that does not fit."""
-
-
 def known_engine(name: str, chip: Chip) -> Engine:
     check_known("engine", name, ("auto", *ENGINES))
     return engine_of(chip) if name == "auto" else ENGINES[name]
 
 
 def over_nodes(link: Link, between: Link, tp: int, nodes: int) -> Link:
-    """alpha and beta of a hierarchical sum."""
+    """alpha and beta of a hierarchical all-reduce."""
     each = tp // nodes
     return Link(link.alpha + between.alpha, 1 / (1 / link.beta + 1 / (each * between.beta)))
 
@@ -121,7 +119,7 @@ def setting(d: Deployment) -> Setting:
 
 
 def _link(d: Deployment) -> tuple[Link, str | None]:
-    """What the sums travel on, with its name where the engine may know more of it."""
+    """The link of the all-reduces, with its name where the engine may have more figures of it."""
     own = link_of(d.wiring)
     link, name = known_link(d.link)
     if own is not None:
@@ -136,26 +134,19 @@ def _link(d: Deployment) -> tuple[Link, str | None]:
 
 
 def _check_memory(d: Deployment, s: Setting) -> None:
-    need = (s.weight_bytes + s.cache_bytes) / d.pp / 1e9
-    if need <= ROOM * s.chip.memory_gb:
-        return
-    room = ROOM * s.chip.memory_gb
-    fits = [n for n in s.config.degrees() if d.tp < n <= MOST_RANKS and _need(replace(s, tp=n)) / d.pp <= room]
-    larger = sorted(chip.memory_gb for chip in CHIPS.values() if need <= ROOM * chip.memory_gb)
-    ways = [f"--tp {fits[0]}"] if fits else []
-    ways += [f"--chip {next(c.name for c in CHIPS.values() if c.memory_gb == larger[0])}"] if larger else []
-    if s.cache_bytes > s.weight_bytes / 4:
-        ways.append("a smaller --batch")
-    ways = ways or ["more pipeline stages (--pp)"]
-    raise TooLarge(
-        f"{d.size} at TP {d.tp} needs {need:.0f} GB on each GPU ({s.weight_bytes / d.pp / 1e9:.0f} weights, "
-        f"{s.cache_bytes / d.pp / 1e9:.0f} keys and values), {s.chip.name} has {s.chip.memory_gb:g}: "
-        f"try {' or '.join(ways)}"
-    )
+    def need(s: Setting) -> Need:
+        return Need(*(part / d.pp for part in s.memory))
 
+    room = ROOM * s.chip.memory_gb * 1e9
 
-def _need(s: Setting) -> float:
-    return (s.weight_bytes + s.cache_bytes) / 1e9
+    def ways() -> list[str]:
+        found = more_ranks(s.config, d.tp, MOST_RANKS, lambda tp: need(replace(s, tp=tp)).total <= room)
+        larger = [c for c in CHIPS.values() if need(s).total <= ROOM * c.memory_gb * 1e9]
+        found += [f"--chip {min(larger, key=lambda chip: chip.memory_gb).name}"] if larger else []
+        found += ["a smaller --batch"] if need(s).cache > need(s).weights / 4 else []
+        return found or ["more pipeline stages (--pp)"]
+
+    check_memory(f"{d.size} at TP {d.tp}", need(s), room, f"each {s.chip.name}", ways)
 
 
 def predict(d: Deployment) -> dict[str, Any]:
@@ -167,8 +158,8 @@ def predict(d: Deployment) -> dict[str, Any]:
     stage = 1.0
     if d.pp > 1:
         between = NODE_LINK if d.node_link is None else known_link(d.node_link)[0]
-        hop = (d.pp - 1) * between.seconds(part.batch * s.config.hidden * BYTES)
-        prompt_hop = (d.pp - 1) * between.seconds(d.prompt * s.config.hidden * BYTES)
+        hop = (d.pp - 1) * between.seconds(s.message_bytes(part.batch))
+        prompt_hop = (d.pp - 1) * between.seconds(s.message_bytes(d.prompt))
         stage = ceil(s.config.layers / d.pp) * d.pp / s.config.layers  # the longest stage sets the pace
     # as many parts of the batch as stages are under way, so none is idle; a token goes through all layers once
     tpot = step.seconds * stage + hop
@@ -178,7 +169,7 @@ def predict(d: Deployment) -> dict[str, Any]:
     replicas = 1 if d.gpus is None else d.gpus // (d.tp * d.pp)
     gpus = d.tp * d.pp
     rate = d.batch * d.new / (ttft + decode)
-    wire, exposed = step.account.wire, step.exposed
+    comm, exposed, memory = step.account.comm, step.exposed, s.memory
     return {
         "size": d.size,
         "wiring": str(s.config.wiring),
@@ -200,19 +191,19 @@ def predict(d: Deployment) -> dict[str, Any]:
         "tokens_per_s_user": _figure(1 / tpot),
         "tokens_per_s_gpu": _figure(rate / gpus),
         "tpot_ms": _figure(tpot * 1e3),
-        "wire_ms": _figure(wire * 1e3),
+        "comm_ms": _figure(comm * 1e3),
         "exposed_ms": _figure(exposed * 1e3),
-        "hidden": None if not wire else _figure(max(0.0, 1 - exposed / wire)),
-        "sums": step.account.sums,
-        "sum_us": _figure(step.travel * 1e6),
+        "hidden": None if not comm else _figure(max(0.0, 1 - exposed / comm)),
+        "all_reduces": step.account.all_reduces,
+        "all_reduce_us": _figure(step.all_reduce * 1e6),
         **_parts(part, step),
-        "weights_gb": _figure(s.weight_bytes / d.pp / 1e9),
-        "cache_gb": _figure(s.cache_bytes / d.pp / 1e9),
+        "weights_gb": _figure(memory.weights / d.pp / 1e9),
+        "cache_gb": _figure(memory.cache / d.pp / 1e9),
         "remark": remark(known_link(link_of(d.wiring) or d.link)[1], d.tp, d.nodes, d.node_link, d.pp),
     }
 
 
-def _parts(s: Setting, step: Pass) -> dict[str, Any]:
+def _parts(s: Setting, step: PredictedPass) -> dict[str, Any]:
     """Time per sub-block: what it reads or computes, and its overhead."""
     stage = s.engine.single if s.batch == 1 else s.engine.few
     found: dict[str, Any] = {}

@@ -26,7 +26,7 @@ def named_for(name: str | None) -> int | None:
 
 
 def check_reach(name: str | None, tp: int, nodes: int, node_link: str | None, pp: int) -> None:
-    """Refuse a link of the table where the other choices say that it is not that one."""
+    """Refuse a link of the table that the other choices contradict."""
     most, here = named_for(name), _joined(name, tp, nodes)
     if name is None or tp == 1:
         return
@@ -43,18 +43,18 @@ def check_reach(name: str | None, tp: int, nodes: int, node_link: str | None, pp
 
 def remark(name: str | None, tp: int, nodes: int, node_link: str | None, pp: int) -> str | None:
     """What a reader should know of a prediction that goes beyond what its link was measured with."""
-    said = []
+    remarks = []
     if node_link is not None and nodes == pp == 1:
-        said.append("--node-link is not used: there is one machine")
+        remarks.append("--node-link is not used: there is one machine")
     here = _joined(name, tp, nodes)
     known = RANKS.get(name or "", here)
     measured = f"link {name} was measured with {known} ranks, not {here}"
     if tp > 1 and here > known:
-        said.append(measured if across(name) else f"{measured}: give --nodes if they are several machines")
+        remarks.append(measured if across(name) else f"{measured}: give --nodes if they are several machines")
     elif tp > 1 and name is not None and here < (named_for(name) or 0):
         other = _same(name, here)
-        said.append(measured if other is None else f"{measured}: theirs is --link {other}")
-    return "; ".join(said) or None
+        remarks.append(measured if other is None else f"{measured}: theirs is --link {other}")
+    return "; ".join(remarks) or None
 
 
 def _joined(name: str | None, tp: int, nodes: int) -> int:

@@ -1,4 +1,4 @@
-"""The walk over a wiring's table: when each sub-block computes, when its sum travels, who waits. No torch here."""
+"""The walk over a wiring's table: when each sub-block computes, when its all-reduce runs, what waits. No torch here."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,45 +12,49 @@ class Account:
     """Seconds of one pass."""
 
     total: float
-    sums: int
-    wire: float  # that sums were on the wire
+    all_reduces: int
+    comm: float  # that all-reduces took
     waited: float  # that the computation waited for them
     slowed: float  # that it took longer beside them
 
     @property
     def exposed(self) -> float:
-        """What the sums cost."""
+        """What the all-reduces cost."""
         return self.waited + self.slowed
 
 
 def walk(
-    blocks: Sequence[tuple[SubBlock, float]], travel: float, first: bool, contention: float = 0.0, lanes: int = 1
+    blocks: Sequence[tuple[SubBlock, float]],
+    all_reduce: float,
+    first: bool,
+    contention: float = 0.0,
+    concurrent: int = 1,
 ) -> Account:
-    """Sub-blocks with the seconds that each computes; a sum travels for `travel` seconds, one after the other, or on
-    `lanes` in turn.
+    """Sub-blocks with the seconds that each computes; an all-reduce takes `all_reduce` seconds, and at most
+    `concurrent` of them run at a time, taking turns.
 
-    The same rules as `ResidualStream`: a sub-block waits until at most `lag` sums are missing, the end for all of them.
-    `first`: the embedding is a sum too, which everybody waits for. A computation beside which a sum travels takes
-    longer by `contention` x the time that they share.
+    The same rules as `ResidualStream`: a sub-block waits until at most `lag` all-reduces are missing, the end for all
+    of them. `first`: the embedding has an all-reduce too, which every wiring waits for. A computation beside which an
+    all-reduce runs takes longer by `contention` x the time that they share.
     """
     slowed = 0.0
-    now = travel if first else 0.0
-    waited, free, sums = now, [now] * lanes, int(first)
-    on_the_wire: deque[float] = deque()
+    now = all_reduce if first else 0.0
+    waited, free, count = now, [now] * concurrent, int(first)
+    in_flight: deque[float] = deque()
     for block, seconds in blocks:
-        while len(on_the_wire) > block.lag:
-            arrival = on_the_wire.popleft()
+        while len(in_flight) > block.lag:
+            arrival = in_flight.popleft()
             waited += max(0.0, arrival - now)
             now = max(now, arrival)
         shared = min(seconds, max(0.0, max(free) - now))
         now += seconds + contention * shared
         slowed += contention * shared
         if block.out is Out.REDUCE:
-            lane = sums % lanes
-            free[lane] = max(now, free[lane]) + travel
-            on_the_wire.append(free[lane])
-            sums += 1
-    for arrival in on_the_wire:
+            turn = count % concurrent
+            free[turn] = max(now, free[turn]) + all_reduce
+            in_flight.append(free[turn])
+            count += 1
+    for arrival in in_flight:
         waited += max(0.0, arrival - now)
         now = max(now, arrival)
-    return Account(now, sums, sums * travel, waited, slowed)
+    return Account(now, count, count * all_reduce, waited, slowed)

@@ -200,7 +200,7 @@ function drawLatency(box, panel, view) {
   return svg;
 }
 
-// Two lanes for each step, compute above the wire, all on one time axis.
+// Two lanes for each step, compute above communication, all on one time axis.
 function drawTimeline(box, panel, view) {
   const left = 62, lane = 24, each = 92;
   const until = Math.max(...panel.steps.map((s) => s.compute[Math.min(2 * view.layers, s.compute.length) - 1][2]));
@@ -215,13 +215,13 @@ function drawTimeline(box, panel, view) {
     const y0 = n * each;
     const title = label(svg, view.width < 560 ? 4 : left, y0 + 16, step.title, "start", "head");
     if (view.width < 560) title.style.fontSize = "11px";
-    for (const [lanes, y, name] of [[["compute", "waits"], y0 + 26, "compute"], [["wire"], y0 + 26 + lane + 3, "wire"]]) {
+    for (const [lanes, y, name] of [[["compute", "waits"], y0 + 26, "compute"], [["comm"], y0 + 26 + lane + 3, "comm"]]) {
       label(svg, left - 8, y + 16, name, "end", "axis");
       for (const kind of lanes)
         for (const [what, begin, end] of step[kind]) {
           if (begin >= until || end <= begin) continue;
-          const colour = view.spans[kind === "wire" ? "wire" : kind === "waits" ? "wait" : what.split(" ")[0]];
-          const said = kind === "wire" ? `${what} on the wire` : kind === "waits" ? `${what} waits for a sum` : what;
+          const colour = view.spans[kind === "comm" ? "comm" : kind === "waits" ? "wait" : what.split(" ")[0]];
+          const said = kind === "waits" ? `${what} waits for an all-reduce` : what;
           const group = mark(svg, said, [["took", `${(1000 * (end - begin)).toFixed(1)} µs`], ["began at", `${begin.toFixed(3)} ms`]]);
           shape("rect", { x: x(begin), y, width: Math.max(0.6, x(Math.min(end, until)) - x(begin) - 0.6), height: lane, fill: colour }, group);
         }

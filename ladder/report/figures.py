@@ -9,11 +9,11 @@ from typing import TypeVar
 from ladder.comm.link import Link
 from ladder.errors import LadderError
 from ladder.perf.predict import tpot_ms
-from ladder.report.arms import TIMES, figure
+from ladder.report.looks import TIMES, figure
 from ladder.report.rows import Row
 
 BASE = "standard"  # what speed-ups are over
-ANY_LINK = ("standard-fused", "none")  # arms that bring their own link, or none: they join the rows of every link
+ANY_LINK = ("standard-fused", "none")  # arms that have their own link, or none: they join the rows of every link
 TOKENS, SPEEDUP = "tokens/s", "speed-up over standard"
 CURVE = 41  # points of a curve
 
@@ -22,7 +22,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Mark:
-    """One number of one arm: at `x`, with the spread of its repetitions and what to say of it."""
+    """One number of one arm: at `x`, with the spread of its repetitions and its tooltip."""
 
     arm: str
     x: float
@@ -54,7 +54,7 @@ def throughput(rows: Sequence[Row]) -> list[Panel]:
     """Tokens per second and speed-up over standard, by batch and arm: a panel for each size, TP degree and link."""
     panels = []
     for (size, tp, _), group in grouped(rows, lambda row: (row.size, row.tp, row.setting)).items():
-        for link, cells in _by_link(group, lambda row: row.place).items():
+        for link, cells in _by_link(group, lambda row: row.compared_on).items():
             bases = {row.batch: row for row in cells if row.arm == BASE}
             speedups = [_speedup(row, bases[row.batch]) for row in cells if row.batch in bases]
             keys = {"size": size, "TP": str(tp), "link": link_name(link, cells), "measured": setting(cells)}
@@ -69,7 +69,7 @@ def frontier(rows: Sequence[Row]) -> list[Panel]:
     """Tokens/s/GPU against tokens/s/user over batch and TP. Links named for a TP degree are one here."""
     panels = []
     for (size, _), group in grouped(rows, lambda row: (row.size, row.setting)).items():
-        for link, cells in _by_link(group, lambda row: re.sub(r"_tp\d+$", "", row.place or "") or None).items():
+        for link, cells in _by_link(group, lambda row: re.sub(r"_tp\d+$", "", row.compared_on or "") or None).items():
             if len({(row.tp, row.batch) for row in cells}) < 2:
                 continue  # single points make no frontier
             marks = [mark for arm in grouped(cells, lambda row: row.arm).values() for mark in _front(arm)]
@@ -86,7 +86,7 @@ def latency(rows: Sequence[Row]) -> list[Panel]:
     panels = []
     for (size, tp, batch, _), group in grouped(rows, lambda row: (row.size, row.tp, row.batch, row.setting)).items():
         marks, used = [], []
-        for cells in _by_link(group, lambda row: row.place).values():
+        for cells in _by_link(group, lambda row: row.compared_on).values():
             base = next((row for row in cells if row.arm == BASE and row.timing is not None), None)
             if base is not None:
                 used.append(base)
@@ -130,26 +130,26 @@ def predicted_ms(row: Row, link: Link | None = None) -> float | None:
         return None
     try:
         return tpot_ms(row.size, row.wiring, row.tp, row.batch, context, link, row.chip, row.layers)
-    except LadderError:  # a size of somebody's own
+    except LadderError:  # a size that is not in the table
         return None
 
 
 def setting(rows: Sequence[Row]) -> str:
     """Chip, mode and shape of the run, as one line."""
     row = rows[0]
-    kind = {"timed": "timed link", "real": "real link"}.get(row.link_kind or "", "link: kind not said")
+    kind = {"emulated": "emulated link", "real": "real link"}.get(row.link_kind or "", "kind of link unknown")
     shape = f"prompt {row.prompt} + {row.new} new" if row.prompt and row.new else ""
     context = "" if shape or row.context is None else f"context {row.context}"
     part = f"{row.layers} of {row.of_layers} layers" if row.layers != row.of_layers else ""
-    mode = "mode not said" if row.mode is None else "real ranks" if row.mode == "ranks" else row.mode
-    return joined(row.chip or "chip not said", mode, kind, row.dtype or "", shape, context, part)
+    mode = "mode unknown" if row.mode is None else "real ranks" if row.mode == "ranks" else row.mode
+    return joined(row.chip or "chip unknown", mode, kind, row.dtype or "", shape, context, part)
 
 
 def facts(rows: Sequence[Row]) -> str:
-    """What a figure says of its origin: setting, commits, dates."""
-    commits = ", ".join(sorted({row.commit for row in rows if row.commit})) or "not said"
+    """Where a figure comes from: setting, commits, dates."""
+    commits = ", ".join(sorted({row.commit for row in rows if row.commit})) or "unknown"
     dates = sorted({row.time[:10] for row in rows if row.time})
-    span = "date not said" if not dates else dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    span = "date unknown" if not dates else dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return joined(setting(rows), f"commit {commits}", span)
 
 
@@ -165,18 +165,18 @@ def link_name(link: str | None, rows: Sequence[Row]) -> str:
 
 
 def _by_link(rows: Sequence[Row], name: Callable[[Row], str | None]) -> dict[str | None, list[Row]]:
-    """The newest row of each cell by link; arms that bring their own link join all others."""
-    guests = [row for row in rows if row.arm in ANY_LINK]
-    hosts = [row for row in rows if row.arm not in ANY_LINK] or guests
+    """The newest row of each cell by link; arms that have their own link join all others."""
+    anywhere = [row for row in rows if row.arm in ANY_LINK]
+    bound = [row for row in rows if row.arm not in ANY_LINK] or anywhere
     found = {}
-    for link, own in grouped(hosts, name).items():
-        joining = [row for row in guests if name(row) != link] + [row for row in guests if name(row) == link]
+    for link, own in grouped(bound, name).items():
+        joining = [row for row in anywhere if name(row) != link] + [row for row in anywhere if name(row) == link]
         found[link] = list({(row.arm, row.tp, row.batch, _distinct(row)): row for row in [*joining, *own]}.values())
     return found
 
 
 def _distinct(row: Row) -> str | None:
-    """Guests meet a link once; rows of its own are told apart by its full name."""
+    """An arm of any link counts once; other rows are distinguished by the full name of their link."""
     return None if row.arm in ANY_LINK else row.link
 
 
@@ -255,18 +255,18 @@ def _mark(
     front: bool = False,
 ) -> Mark:
     title = f"{row.arm} · TP {row.tp} · batch {row.batch}"
-    said = [*tips] or [("tokens/s", figure(row.total))]
+    shown = [*tips] or [("tokens/s", figure(row.total))]
     if base is not None:
-        said.append(("over standard", f"{row.total / base.total:.2f}{TIMES}"))
+        shown.append(("over standard", f"{row.total / base.total:.2f}{TIMES}"))
     quartiles = "" if not row.tpot_ms_q1 or not row.tpot_ms_q3 else f" ({row.tpot_ms_q1:.2f} to {row.tpot_ms_q3:.2f})"
-    said.append(("ms per token", f"{row.tpot_ms_p50:.2f}{quartiles}"))
+    shown.append(("ms per token", f"{row.tpot_ms_p50:.2f}{quartiles}"))
     model = predicted_ms(row)
     if model is not None:
-        said.append(("the model's", f"{model:.2f}"))
+        shown.append(("the model's", f"{model:.2f}"))
     if row.ttft_ms is not None:
-        said.append(("first token", f"{figure(row.ttft_ms)} ms"))
+        shown.append(("first token", f"{figure(row.ttft_ms)} ms"))
     if row.hidden is not None:
-        said.append(("sums hidden", f"{row.hidden:.0%}"))
+        shown.append(("communication hidden", f"{row.hidden:.0%}"))
     if row.arm in ANY_LINK or row.wiring != row.arm:
-        said.append(("wiring, link", joined(row.wiring, row.link or "as built in")))
-    return Mark(row.arm, x, y, low, high, title, said, front)
+        shown.append(("wiring, link", joined(row.wiring, row.link or "as built in")))
+    return Mark(row.arm, x, y, low, high, title, shown, front)

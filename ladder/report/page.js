@@ -200,11 +200,11 @@ function page() {
   }
   if (DATA.timelines.length) {
     const layers = (panel) => distinct([panel.shown, 4 * panel.shown, Infinity].map((n) => Math.min(n, Math.max(...panel.steps.map((s) => s.layers)))));
-    figure("timeline", "Two lanes of a step", "What one rank computes, and what is on the wire meanwhile.", DATA.timelines, drawTimeline, {
+    figure("timeline", "Two lanes of a step", "What one rank computes, and what it communicates meanwhile.", DATA.timelines, drawTimeline, {
       extra: { name: "first layers", as: "layers", values: layers, start: (panel) => layers(panel)[0] },
       legend: (legend) => {
         legend.replaceChildren();
-        const names = { attention: "attention", MLP: "MLP", wire: "sum on the wire", wait: "waiting for a sum" };
+        const names = { attention: "attention", MLP: "MLP", comm: "all-reduce", wait: "waiting for an all-reduce" };
         for (const [key, name] of Object.entries(names)) {
           const entry = html("span", {}, legend);
           entry.append(swatch({ colour: DATA.spans[key], fill: "solid" }, true), ` ${name} `);

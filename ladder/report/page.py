@@ -11,12 +11,12 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from ladder.bench.lanes import COLOURS, Step
-from ladder.report.arms import TIMES, Look
+from ladder.bench.trace.lanes import COLOURS, Step
 from ladder.report.figures import BASE, SPEEDUP, Panel, heights, predicted_ms
+from ladder.report.looks import TIMES, Look
 from ladder.report.plots import SHOWN, SPEEDUP_TICKS, timeline_title
 from ladder.report.published import beside, published
-from ladder.report.rows import Lanes, Lines, Row
+from ladder.report.rows import Lanes, ReportData, Row
 
 # A column's key, its title, and how many digits its numbers have after the point; columns without a value are left out.
 COLUMNS: tuple[tuple[str, str, int | None], ...] = (
@@ -38,8 +38,8 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("tpot_ms_q1", "q1", 2),
     ("tpot_ms_q3", "q3", 2),
     ("model_ms", "model's TPOT ms", 2),
-    ("sums", "sums", 0),
-    ("wire_ms", "wire ms", 2),
+    ("all_reduces", "all-reduces", 0),
+    ("comm_ms", "comm ms", 2),
     ("exposed_ms", "exposed ms", 2),
     ("hidden", "hidden", 2),
     ("bandwidth_tb_s", "TB/s", 2),
@@ -64,14 +64,14 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("commit", "commit", None),
     ("time", "time", None),
 )
-LANES = ("compute", "waits", "wire")
+LANES = ("compute", "waits", "comm")
 
 
-def page(lines: Lines, figures: Mapping[str, Sequence[Panel]], looks: dict[str, Look]) -> str:
+def page(lines: ReportData, figures: Mapping[str, Sequence[Panel]], looks: dict[str, Look]) -> str:
     """The whole page, to be opened from disk."""
     data = {
         "summary": summary(lines, figures),
-        "notes": list(lines.passed_over),
+        "notes": list(lines.not_drawn),
         "looks": {arm: asdict(look) for arm, look in looks.items()},
         "figures": {name: [_panel(name, panel) for panel in panels] for name, panels in figures.items()},
         "timelines": [_timeline(lane) for lane in lines.lanes],
@@ -94,22 +94,23 @@ def harmless(data: Any) -> str:
     return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def summary(lines: Lines, figures: Mapping[str, Sequence[Panel]]) -> list[str]:
+def summary(lines: ReportData, figures: Mapping[str, Sequence[Panel]]) -> list[str]:
     """What was read, and the answer in a sentence."""
     chips = sorted({row.chip for row in lines.rows if row.chip})
-    said = [
+    sentences = [
         f"{len(lines.rows)} measurements from {', '.join(lines.sources)}"
         + (f" on {', '.join(chips)}." if chips else ".")
     ]
-    if any(row.link_kind == "timed" for row in lines.rows):
-        said[0] += " A timed link is an emulated one: a sum arrives no earlier than alpha + bytes / beta of that link."
+    if any(row.link_kind == "emulated" for row in lines.rows):
+        sentences[0] += " On an emulated link an all-reduce takes no less than alpha + bytes / beta of that link."
     marks = [mark for panel in figures["throughput"] for mark in panel.marks[SPEEDUP]]
     ladder = sorted(mark.y for mark in marks if mark.arm == "ladder")
     if ladder:
         low, middle, high = ladder[0], median(ladder), ladder[-1]
         cells = f"over {len(ladder)} cells of size, TP, link and batch" if len(ladder) > 1 else "in one cell"
-        said.append(f"Ladder gives {low:.2f} to {high:.2f} times standard's tokens/s {cells} (median {middle:.2f}).")
-    return said
+        times = f"{low:.2f} to {high:.2f} times standard's tokens/s {cells} (median {middle:.2f})"
+        sentences.append(f"Ladder gives {times}.")
+    return sentences
 
 
 def _panel(figure: str, panel: Panel) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _table(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _cell(row: Row) -> tuple[Any, ...]:
-    return row.size, row.tp, row.batch, row.place, row.setting
+    return row.size, row.tp, row.batch, row.compared_on, row.setting
 
 
 def _beside(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -159,8 +160,5 @@ def _timeline(lane: Lanes) -> dict[str, Any]:
 
 
 def _lanes(step: Step) -> dict[str, Any]:
-    account = step.account()
-    hidden = "no sums" if account["hidden"] is None else f"{max(0.0, account['hidden']):.0%} of the wire time hidden"
     spans = {lane: [[s.name, round(s.begin, 5), round(s.end, 5)] for s in getattr(step, lane)] for lane in LANES}
-    title = f"{step.wiring}: {step.ms:.2f} ms, {account['sums']} sums, {hidden}"
-    return {"title": title, "ms": step.ms, "layers": len(step.compute) // 2, **spans}
+    return {"title": step.title, "ms": step.ms, "layers": len(step.compute) // 2, **spans}

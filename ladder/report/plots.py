@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladder.bench.lanes import draw, first_layers, plainly, plotting
-from ladder.report.arms import TIMES, Look, figure
+from ladder.bench.trace.lanes import draw, first_layers
+from ladder.plotting import load_pyplot, plot_style
 from ladder.report.figures import SPEEDUP, TOKENS, Mark, Panel, heights, joined
+from ladder.report.looks import TIMES, Look, figure
 from ladder.report.rows import Lanes
 
 MARKERS = {
@@ -33,11 +34,11 @@ def pictures(
     figures: Mapping[str, Sequence[Panel]], lanes: Sequence[Lanes], looks: dict[str, Look], out: Path
 ) -> list[Path]:
     """One file for each panel and each rank's timeline; their names are made of their choices."""
-    pyplot = plotting()
+    pyplot = load_pyplot()
     drawings: dict[str, Drawing] = {"throughput": _throughput, "frontier": _frontier, "latency": _latency}
     taken: set[str] = set()
     written = []
-    with plainly(pyplot, **{"hatch.linewidth": 1.0}):
+    with plot_style(pyplot, **{"hatch.linewidth": 1.0}):
         for name, panels in figures.items():
             for panel in panels:
                 path = out / _name([name, *(f"{_PREFIX.get(key, '')}{value}" for key, value in choices(panel))], taken)
@@ -58,11 +59,11 @@ def choices(panel: Panel) -> list[tuple[str, str]]:
 
 
 def timeline_title(lane: Lanes) -> str:
-    """Where the steps come from; what their lines do not say is not made up."""
-    said = {"chip": "chip", "mode": "mode", "link_kind": "link kind", "time": "date", "commit": "commit"}
-    missing = [name for key, name in said.items() if key not in lane.facts]
-    unsaid = f"its lines do not say {', '.join(missing)}" if missing else ""
-    return joined(f"First {SHOWN} layers of a step, rank {lane.rank}", lane.source, *lane.facts.values(), unsaid)
+    """Where the steps come from, and which of these facts are missing in their lines."""
+    wanted = {"chip": "chip", "mode": "mode", "link_kind": "link kind", "time": "date", "commit": "commit"}
+    missing = [name for key, name in wanted.items() if key not in lane.facts]
+    unknown = f"unknown: {', '.join(missing)}" if missing else ""
+    return joined(f"First {SHOWN} layers of a step, rank {lane.rank}", lane.source, *lane.facts.values(), unknown)
 
 
 def _name(parts: Iterable[str], taken: set[str]) -> str:
@@ -217,7 +218,7 @@ def _log_ticks(axis: Any, which: str, low: float, high: float, nought: float | N
 def _finish(
     pyplot: Any, drawn: Any, panel: Panel, arms: Sequence[str], looks: dict[str, Look], title: str, bars: bool = False
 ) -> Any:
-    """Title and legend above, and below the line that says what was measured where; each at its distance in inches."""
+    """Title and legend above, and below where and how it was measured; each at its distance in inches."""
     where = joined(*(f"{key} {value}" if key in _PREFIX else value for key, value in choices(panel)))
     width, height = drawn.get_size_inches()
     lines = textwrap.wrap(panel.facts, int(15 * width)) + textwrap.wrap(panel.remark, int(15 * width))

@@ -79,7 +79,7 @@ def _ours(rows: Sequence[Row], claim: _Claim, sizes: Sequence[str], links: Seque
             continue
         rank = (row.prompt == 1024 and row.new == 512, row.layers == row.of_layers, place)
         if best is None or rank > best[0]:
-            # the paper's tokens/s include the prompt; a line without its time can only speak of decoding
+            # the paper's tokens/s include the prompt; a line without its time is about decoding only
             part = "decoding only: " if row.ttft_ms is None else ""
             best = rank, value, f"{part}{row.size}, {base.link}: {facts([row, base])}"
     return (None, "") if best is None else best[1:]

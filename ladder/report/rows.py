@@ -1,6 +1,5 @@
 """The lines that a report is made of, read and checked. No torch here."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -9,10 +8,10 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ladder.bench.lanes import COLOURS, Span, Step
+from ladder.bench.trace.lanes import COLOURS, Span, Step
 from ladder.comm.link import LINKS, Link
-from ladder.config.fields import read_text
 from ladder.errors import LadderError
+from ladder.perf.measurements import read_lines
 
 LARGEST = 1e15  # a number beyond it is a mistake, in every unit there is here
 
@@ -53,8 +52,8 @@ class Row:
     bandwidth_share: float | None = None
     prefill_tflop_s: float | None = None
     prefill_share: float | None = None
-    sums: float | None = None
-    wire_ms: float | None = None
+    all_reduces: float | None = None
+    comm_ms: float | None = None
     exposed_ms: float | None = None
     hidden: float | None = None
     repetitions: int | None = None
@@ -66,13 +65,13 @@ class Row:
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What rows must share to be drawn together, beside size, TP and link."""
+        """What rows must have in common to be drawn together, beside size, TP and link."""
         machine = (self.chip, self.mode, self.link_kind, self.dtype)
         return (*machine, self.prompt, self.new, self.context, self.layers, self.of_layers)
 
     @property
-    def place(self) -> str | None:
-        """The link of the arms that it was measured beside: an arm may bring a link of its own."""
+    def compared_on(self) -> str | None:
+        """The link of the arms that it is compared with: an arm may have a link of its own."""
         return self.cell_link or self.link
 
     @property
@@ -124,31 +123,32 @@ class Lanes:
     source: str
     rank: int
     steps: Sequence[Step]
-    facts: dict[str, str]  # what the lines say of themselves beside the spans
+    facts: dict[str, str]  # chip, link and the like, where the lines have them
 
 
 @dataclass(frozen=True)
-class Lines:
+class ReportData:
     """What the files hold."""
 
     sources: Sequence[str]
     rows: Sequence[Row]
     lanes: Sequence[Lanes]
-    passed_over: Sequence[str]  # a sentence per file with lines that are not drawn
+    not_drawn: Sequence[str]  # a sentence per file with lines that are not drawn
 
 
-def load(inputs: Sequence[Path]) -> Lines:
-    """The measurements and the steps of all files, in order, or one sentence that says why not."""
+def load(inputs: Sequence[Path]) -> ReportData:
+    """The measurements and the steps of all files, in order; files that hold neither are refused."""
     if not inputs:
         raise LadderError("no file of measurements: make one with `ladder bench`")
     rows: list[Row] = []
     lanes: list[Lanes] = []
-    passed_over: list[str] = []
+    not_drawn: list[str] = []
     for path in inputs:
         steps: dict[int, list[tuple[Step, dict[str, str]]]] = {}
-        others: Counter[str] = Counter()
+        lines = read_lines(path)
+        others: Counter[str] = Counter({"torn last line": 1} if lines.torn else {})
         before = len(rows)
-        for number, raw in _objects(path, others):
+        for number, raw in lines.objects:
             if raw.get("tpot_ms_p50") is not None:
                 rows.append(_row(raw, f"{path} line {number}"))
             elif (step := _step(raw)) is not None:
@@ -162,32 +162,11 @@ def load(inputs: Sequence[Path]) -> Lines:
         name = _text(path.name)
         lanes += [Lanes(name, rank, [s for s, _ in found], found[0][1]) for rank, found in sorted(steps.items())]
         if others:
-            passed_over.append(f"{name}: not drawn are {_counted(others)}.")
-    return Lines([_text(path.name) for path in inputs], rows, lanes, passed_over)
+            not_drawn.append(f"{name}: not drawn are {_counted(others)}.")
+    return ReportData([_text(path.name) for path in inputs], rows, lanes, not_drawn)
 
 
 _FACTS = ("chip", "mode", "link", "link_kind", "commit", "time")
-
-
-def _objects(path: Path, others: Counter[str]) -> list[tuple[int, dict[str, Any]]]:
-    """The file's JSON objects with their line numbers. A last line without an end is what an interruption leaves."""
-    text = read_text(path)
-    lines = text.split("\n")
-    found: list[tuple[int, dict[str, Any]]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            raw = json.loads(line, parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
-            if found and number == len(lines):
-                others["torn last line"] += 1
-                continue
-            raw = None
-        if not isinstance(raw, dict):
-            raise LadderError(f"{path} is no file of JSON lines: line {number} is {_short(line)!r}, not an object")
-        found.append((number, raw))
-    return found
 
 
 def _row(raw: dict[str, Any], where: str) -> Row:
@@ -212,7 +191,7 @@ def _value(value: Any, kind: type, name: str, where: str) -> Any:
         if isinstance(value, str):
             return _text(value)
         raise LadderError(f"{where}: {name} must be a text, not {_short(repr(value))}")
-    lowest = -LARGEST if name == "hidden" else 0  # more may be exposed than was on the wire, by noise
+    lowest = -LARGEST if name == "hidden" else 0  # more may be exposed than communication took, by noise
     number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     if not number or not lowest <= value <= LARGEST:
         what = "a whole number" if kind is int else "a number"
@@ -234,7 +213,7 @@ def _step(raw: dict[str, Any]) -> Step | None:
 
 
 def _lanes(step: Step) -> tuple[Sequence[Span], ...]:
-    return step.compute, step.wire, step.waits
+    return step.compute, step.comm, step.waits
 
 
 def _kind(raw: dict[str, Any]) -> str:

@@ -8,10 +8,10 @@ No torch here.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.bench.lanes import plotting
 from ladder.errors import LadderError
-from ladder.report.arms import looks
+from ladder.plotting import load_pyplot
 from ladder.report.figures import frontier, latency, throughput
+from ladder.report.looks import looks
 from ladder.report.page import page
 from ladder.report.plots import pictures
 from ladder.report.rows import load
@@ -20,7 +20,7 @@ from ladder.report.rows import load
 def report(inputs: Sequence[Path], out: Path) -> list[Path]:
     """Write `report.html` and the pictures into the folder `out`; the files written, the page first."""
     lines = load(inputs)
-    plotting()  # or the sentence that says how to get it, before anything is written
+    load_pyplot()  # an error before anything is written
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a folder for the report")
     out.mkdir(parents=True, exist_ok=True)

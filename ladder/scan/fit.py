@@ -16,9 +16,9 @@ from ladder.hf import rewire
 from ladder.hf.card import fitted_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance, perplexity
+from ladder.progress import Progress
 from ladder.scan.original import read_original, read_tokenizer
 from ladder.scan.solve import solve
-from ladder.progress import Progress
 from ladder.train.options import FitOptions
 from ladder.train.work import write
 from ladder.wiring import Wiring

@@ -11,7 +11,8 @@ from math import isfinite
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.chips import Chip
-from ladder.perf.plan import MOST_RANKS, ROOM, TooLarge, known_link
+from ladder.perf.memory import check_memory, more_ranks
+from ladder.perf.plan import MOST_RANKS, ROOM, known_link
 from ladder.perf.predict import Setting, decoding, engine_of
 from ladder.scan.probe import Damage, wired
 from ladder.scan.scan import Scan
@@ -41,7 +42,13 @@ class Machine:
         prompt = min(PROMPT, config.context * PROMPT // (PROMPT + NEW))
         new = min(NEW, config.context - prompt)
         s = Setting(config, self.tp, self.requests, prompt, new, chip, engine_of(chip), link, name)
-        _check_memory(s)
+        room = ROOM * chip.memory_gb * 1e9
+
+        def ways() -> list[str]:
+            found = more_ranks(config, self.tp, MOST_RANKS, lambda tp: replace(s, tp=tp).memory.total <= room)
+            return found or ["a larger --chip or fewer --requests"]
+
+        check_memory(f"the model at TP {self.tp}", s.memory, room, f"each {chip.name}", ways)
 
         def seconds(wiring: Wiring) -> float:
             return decoding(replace(s, config=replace(config, wiring=wiring))).seconds
@@ -145,16 +152,3 @@ def _too_fast(speed: float, most: float, row: str) -> str:
 
 def _wiring(scan: Scan, layers: Sequence[int]) -> Wiring:
     return wired(scan.wiring, layers, scan.row)
-
-
-def _check_memory(s: Setting) -> None:
-    room = ROOM * s.chip.memory_gb * 1e9
-    if s.weight_bytes + s.cache_bytes <= room:
-        return
-    more = (replace(s, tp=tp) for tp in s.config.degrees() if s.tp < tp <= MOST_RANKS)
-    fits = next((wider.tp for wider in more if wider.weight_bytes + wider.cache_bytes <= room), None)
-    need = (s.weight_bytes + s.cache_bytes) / 1e9
-    way = f"--tp {fits}" if fits else "a larger --chip or fewer --requests"
-    raise TooLarge(
-        f"the model at TP {s.tp} needs {need:.0f} GB on each GPU, {s.chip.name} has {s.chip.memory_gb:g}: try {way}"
-    )

@@ -70,7 +70,12 @@ def make_model_runner(
         if timed.size > 1 and (graphs or getattr(timed, "signals", False)):
             # a flag for each all-reduce, the embedding's too
             timed = Signalled([timed], device, 2 * setup.config.layers + 1)
-    model = load(Decoder(setup.config, timed, device, expert_parallel=setup.options.expert_parallel), setup.directory, setup.options.check, progress)
+    model = load(
+        Decoder(setup.config, timed, device, expert_parallel=setup.options.expert_parallel),
+        setup.directory,
+        setup.options.check,
+        progress,
+    )
     return ModelRunner(model, setup.options.max_num_seqs, setup.options.prefill_chunk, launch, graphs)
 
 

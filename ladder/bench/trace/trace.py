@@ -1,7 +1,7 @@
-"""One decoding step, looked at closely: when each sub-block computed, when each sum travelled, and who waited.
+"""ladder trace: one decode step, when each sub-block computed, when each all-reduce ran, and what waited.
 
 For every rank and wiring a trace for Chrome or Perfetto; from the first rank a picture, the wirings' lanes under each
-other, and the account: sums, time on the wire, time exposed (somebody waited), share hidden.
+other, and the figures: all-reduces, time of communication, time exposed (a sub-block waited), share hidden.
 """
 
 import json
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ladder.bench.lanes import Span, Step, draw
-from ladder.bench.overlap import rewire
+from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks
+from ladder.bench.trace.lanes import Span, Step, draw
 from ladder.checkpoint import Source, load
 from ladder.comm.base import Comm, Pending
 from ladder.comm.link import Link
@@ -32,7 +32,7 @@ STEPS = 7  # timed without the profiler, which slows what it looks at; the one o
 
 
 @dataclass(frozen=True)
-class Plan:
+class TraceSetting:
     """What is to be traced; checked before a rank is started."""
 
     config: ModelConfig
@@ -77,51 +77,51 @@ class Recorder:
 
 
 class Traced:
-    """`inner`, with every sum's times: a thread (on the GPU: a stream) of its own waits for each and sees it arrive."""
+    """`inner`, with the times of every all-reduce: a thread (on the GPU: a stream) of its own waits for each."""
 
     def __init__(self, inner: Comm, recorder: Recorder, device: torch.device) -> None:
         self._inner = inner
         self._recorder = recorder
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._sent: queue.SimpleQueue[_CpuSum | None] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._sent: queue.SimpleQueue[_CpuAllReduce | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait_for_each, daemon=True)
+        self._waiter.start()
         self.count = 0
         self.size = inner.size
         self.rank = inner.rank
 
     def all_reduce(self, x: Tensor) -> Pending:
-        name = f"sum {self.count}"
+        name = f"all-reduce {self.count}"
         self.count += 1
         sent = self._recorder.mark()
         if self._stream is not None:
-            return _GpuSum(self._inner.all_reduce(x), name, sent, self._recorder, self._stream)
-        pending = _CpuSum(self._inner.all_reduce(x), name, sent, self._recorder)
+            return _GpuAllReduce(self._inner.all_reduce(x), name, sent, self._recorder, self._stream)
+        pending = _CpuAllReduce(self._inner.all_reduce(x), name, sent, self._recorder)
         self._sent.put(pending)
         return pending
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self._inner.all_gather(x)
 
-    def _listen(self) -> None:
+    def _wait_for_each(self) -> None:
         while (pending := self._sent.get()) is not None:
-            pending.arrive()
+            pending.complete()
 
     def close(self) -> None:
         self._sent.put(None)
-        self._listener.join()
+        self._waiter.join()
 
 
-class _CpuSum:
+class _CpuAllReduce:
     def __init__(self, inner: Pending, name: str, sent: Any, recorder: Recorder) -> None:
         self._inner, self._name, self._sent, self._recorder = inner, name, sent, recorder
         self._arrived = threading.Event()
         self._x: Tensor | None = None
 
-    def arrive(self) -> None:
-        with record_function(f"{self._name} on the wire"):
+    def complete(self) -> None:
+        with record_function(self._name):
             self._x = self._inner.wait()
-        self._recorder.add("wire", self._name, self._sent, self._recorder.mark())
+        self._recorder.add("comm", self._name, self._sent, self._recorder.mark())
         self._arrived.set()
 
     def wait(self) -> Tensor:
@@ -133,13 +133,13 @@ class _CpuSum:
         return self._x
 
 
-class _GpuSum:
+class _GpuAllReduce:
     def __init__(self, inner: Pending, name: str, sent: Any, recorder: Recorder, stream: torch.cuda.Stream) -> None:
         self._name, self._recorder = name, recorder
-        with torch.cuda.stream(stream), record_function(f"{name} on the wire"):
+        with torch.cuda.stream(stream), record_function(name):
             self._x = inner.wait()
             self._arrived = recorder.mark()
-        recorder.add("wire", name, sent, self._arrived)
+        recorder.add("comm", name, sent, self._arrived)
 
     def wait(self) -> Tensor:
         begin = self._recorder.mark()
@@ -148,46 +148,43 @@ class _GpuSum:
         return self._x
 
 
-def watch_sub_blocks(model: Decoder, recorder: Recorder) -> None:
+def record_sub_blocks(model: Decoder, recorder: Recorder) -> None:
     """A span, and a range in the profiler's trace, for every attention and every MLP."""
-    for number, layer in enumerate(model.layers):
-        for child, kind in (("self_attn", "attention"), ("mlp", "MLP")):
-            block = layer.get_submodule(child)
-            block.forward = _watched(block.forward, f"{kind} {number}", recorder)
+    begun: list[tuple[Any, record_function]] = []
+
+    def begin(name: str) -> None:
+        begun.append((recorder.mark(), record_function(name)))
+        begun[-1][1].__enter__()
+
+    def end(name: str) -> None:
+        mark, range_ = begun.pop()
+        range_.__exit__(None, None, None)
+        recorder.add("compute", name, mark, recorder.mark())
+
+    watch_sub_blocks(model, begin, end)
 
 
-def _watched(forward: Any, name: str, recorder: Recorder) -> Any:
-    def watched(*arguments: Any) -> Any:
-        begin = recorder.mark()
-        with record_function(name):
-            output = forward(*arguments)
-        recorder.add("compute", name, begin, recorder.mark())
-        return output
-
-    return watched
-
-
-def trace_rank(comm: Comm, device: torch.device, plan: Plan) -> None:
-    """One rank: every wiring, timed and then profiled; leaves its files in the plan's folder."""
+def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
+    """One rank: every wiring, timed and then profiled; writes its files into the setting's folder."""
     recorder = Recorder(device)
-    wire = Traced(comm if plan.link is None else Timed(comm, plan.link), recorder, device)
-    model = load(Decoder(plan.config, wire, device), plan.source)
-    watch_sub_blocks(model, recorder)
-    cache = model.new_cache(plan.batch, plan.context)
-    cache.advance([plan.context - 1] * plan.batch)
-    tokens = torch.zeros(plan.batch, 1, dtype=torch.long, device=device)
+    traced = Traced(comm if setting.link is None else Timed(comm, setting.link), recorder, device)
+    model = load(Decoder(setting.config, traced, device), setting.source)
+    record_sub_blocks(model, recorder)
+    cache = model.new_cache(setting.batch, setting.context)
+    cache.advance([setting.context - 1] * setting.batch)
+    tokens = torch.zeros(setting.batch, 1, dtype=torch.long, device=device)
 
     def step(wiring: str) -> Step:
         comm.all_gather(torch.zeros(1, device=device))  # ranks begin together
-        wire.count = 0
+        traced.count = 0
         recorder.begin()
         model(tokens, cache)
-        lanes = (recorder.spans(lane) for lane in ("compute", "wire", "wait"))
+        lanes = (recorder.spans(lane) for lane in ("compute", "comm", "wait"))
         return Step(wiring, comm.rank, *lanes)
 
     steps = []
-    for wiring in plan.wirings:
-        rewire(model, wiring)
+    for wiring in setting.wirings:
+        model.rewire(wiring)
         for _ in range(WARM_UP):
             step(wiring)
         timed = sorted((step(wiring) for _ in range(STEPS)), key=lambda step: step.ms)
@@ -197,26 +194,26 @@ def trace_rank(comm: Comm, device: torch.device, plan: Plan) -> None:
         with profile(activities=activities, experimental_config=every_thread) as profiler:
             step(wiring)
         name = wiring.replace(" ", "_").replace(":", "-")
-        profiler.export_chrome_trace(str(plan.out / f"{name}.rank{comm.rank}.trace.json"))
-    wire.close()
+        profiler.export_chrome_trace(str(setting.out / f"{name}.rank{comm.rank}.trace.json"))
+    traced.close()
     lines = [json.dumps(asdict(step)) for step in steps]
-    (plan.out / f"steps.rank{comm.rank}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (setting.out / f"steps.rank{comm.rank}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def trace(plan: Plan, tp: int) -> list[Step]:
+def trace(setting: TraceSetting, tp: int) -> list[Step]:
     """Run the ranks; returns the first rank's steps, the picture drawn."""
-    if plan.device.type == "cuda" and torch.cuda.device_count() < tp:
+    if setting.device.type == "cuda" and torch.cuda.device_count() < tp:
         # gloo, which ranks on one GPU would use, holds up the host and not the stream: its waits could not be seen
         raise LadderError(f"a trace of {tp} ranks needs {tp} GPUs, this machine has {torch.cuda.device_count()}")
-    plan.out.mkdir(parents=True, exist_ok=True)
-    run_ranks(tp, plan.device, trace_rank, plan)
-    lines = (plan.out / "steps.rank0.jsonl").read_text(encoding="utf-8").splitlines()
+    setting.out.mkdir(parents=True, exist_ok=True)
+    run_ranks(tp, setting.device, trace_rank, setting)
+    lines = (setting.out / "steps.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [Step.read(json.loads(line)) for line in lines]
     link = (
-        ("NCCL" if plan.device.type == "cuda" else "gloo") + " as it is"
-        if plan.link is None
-        else f"timed link, {plan.link.alpha * 1e6:g} us + bytes / {plan.link.beta / 1e9:g} GB/s"
+        ("NCCL" if setting.device.type == "cuda" else "gloo") + " as it is"
+        if setting.link is None
+        else f"emulated link, {setting.link.alpha * 1e6:g} us + bytes / {setting.link.beta / 1e9:g} GB/s"
     )
-    title = f"One decoding step, rank 0 of {tp}, batch {plan.batch}, context {plan.context}, {plan.device.type}; {link}"
-    draw(steps, title, plan.out / "lanes.png")
+    what = f"One decode step, rank 0 of {tp}, batch {setting.batch}, context {setting.context}, {setting.device.type}"
+    draw(steps, f"{what}; {link}", setting.out / "lanes.png")
     return steps

@@ -16,7 +16,7 @@ class Look:
 
 
 # In the order in which they are drawn. Colours after Okabe and Ito, which colour-blind readers can tell apart.
-ARMS: dict[str, Look] = {
+LOOKS: dict[str, Look] = {
     "standard": Look("#7f7f7f", "circle"),
     "standard-fused": Look("#7f7f7f", "square", "hatched"),
     "parallel": Look("#56b4e9", "triangle"),
@@ -35,12 +35,12 @@ _SHAPES = ("triangle", "diamond", "square", "down", "pentagon", "circle")
 def looks(arms: Iterable[str]) -> dict[str, Look]:
     """Every arm's look, in the order in which they are drawn: standard first, no communication last."""
     found = set(arms)
-    others = sorted(found - set(ARMS))
+    others = sorted(found - set(LOOKS))
     spare = {
         arm: Look(_SPARE[n % 6], _SHAPES[(n + n // 6) % 6], "solid" if n < 6 else "hatched")
         for n, arm in enumerate(others)
     }
-    present = {arm: look for arm, look in ARMS.items() if arm in found}
+    present = {arm: look for arm, look in LOOKS.items() if arm in found}
     last = {arm: present.pop(arm) for arm in ("none",) if arm in present}
     return {**present, **spare, **last}
 

@@ -6,13 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ladder.bench.cells import Cell
-from ladder.bench.overlap import rewire
+from ladder.bench.model import CAPTURED_PROMPT, FusedModel
+from ladder.bench.sweep.cells import Cell
 from ladder.comm.base import Comm
-from ladder.engine.fused import Fused
-from ladder.engine.graphs import LONGEST, Graphs
-from ladder.kernels.ops import Ops
-from ladder.layers.attention import KVCache
+from ladder.kernels.launch import Launch
+from ladder.layers.cache import KVCache
 from ladder.model import Decoder
 
 PIECE = 16_384  # tokens of prompts in one pass, as a server would cut them
@@ -26,15 +24,15 @@ class Runner(Protocol):
         ...
 
     def step(self) -> None:
-        """One more token of each request."""
+        """One more token of each sequence."""
         ...
 
 
-class Plain:
+class PlainRunner:
     """The decoder's own layers."""
 
-    def __init__(self, model: Decoder, cache: KVCache, cell: Cell, wire: Comm) -> None:
-        self._model, self._cache, self._cell, self._wire = model, cache, cell, wire
+    def __init__(self, model: Decoder, cache: KVCache, cell: Cell, comm: Comm) -> None:
+        self._model, self._cache, self._cell, self._comm = model, cache, cell, comm
         self._ids = torch.zeros(cell.batch, cell.prompt, dtype=torch.long, device=cache.keys[0].device)
         self._choice: Tensor | None = None
 
@@ -50,50 +48,45 @@ class Plain:
         self._choose(self._model(self._ids[:, :1], self._cache))
 
     def _enter(self, length: int) -> None:
-        """The model is this arm's from here on."""
-        rewire(self._model, self._cell.wiring)
-        self._model.comm = self._wire
+        """Arms share one model, which is this arm's from here on."""
+        self._model.rewire(self._cell.wiring)
+        self._model.comm = self._comm
         self._cache.lengths = [length] * len(self._cache.lengths)
 
     def _choose(self, block: Tensor) -> None:
-        self._choice = self._wire.all_gather(block[:, -1])[:, : self._model.config.vocab].argmax(-1)
+        self._choice = self._comm.all_gather(block[:, -1])[:, : self._model.config.vocab].argmax(-1)
 
 
-class Captured:
-    """Our kernels: decoding steps, and a single short prompt, as CUDA graphs."""
+class GraphRunner:
+    """Our kernels: decode steps, and a single short prompt, as CUDA graphs."""
 
-    def __init__(self, model: Decoder, cache: KVCache, cell: Cell, wire: Comm, ops: Ops) -> None:
-        self._model, self._cache, self._cell, self._wire = model, cache, cell, wire
-        device = cache.keys[0].device
+    def __init__(self, model: Decoder, cache: KVCache, cell: Cell, comm: Comm, launch: Launch) -> None:
+        self._model, self._cache, self._cell, self._comm = model, cache, cell, comm
         self._enter()
-        self._fused = Fused(model, cache, ops)
-        self._graphs = Graphs(self._fused, spare=cell.batch)
-        self._decoding = self._graphs.captured(cell.batch)
-        lines = [[1] * cell.batch, list(range(cell.batch)), [cell.context - 1] * cell.batch]
-        self._lines = torch.tensor(lines, device=device)
-        self._ids = torch.zeros(cell.batch, cell.prompt, dtype=torch.long, device=device)
-        self._prompt = [0] * cell.prompt
+        self._fused = FusedModel(model, cache, launch)
+        self._decode_step = self._fused.decode_step(cell.batch, cell.context)
+        self._ids = torch.zeros(cell.batch, cell.prompt, dtype=torch.long, device=cache.keys[0].device)
         self._choice: Tensor | None = None
 
     def prompt(self) -> None:
         self._enter()
-        if self._cell.batch == 1 and self._cell.prompt <= LONGEST:
-            return self._choose(self._graphs.prompt(self._prompt, 0))
+        if self._cell.batch == 1 and self._cell.prompt <= CAPTURED_PROMPT:
+            return self._choose(self._fused.prompt([0] * self._cell.prompt))
         for slots in pieces(self._cell):
             ids = self._ids[slots[0] : slots[-1] + 1]
             last = torch.full((len(slots),), self._cell.prompt - 1, device=ids.device)
             self._choose(self._fused.prompts(ids, last, slots))
 
     def step(self) -> None:
-        self._decoding.replay(self._lines)
+        self._decode_step()
 
     def _enter(self) -> None:
-        rewire(self._model, self._cell.wiring)
-        self._model.comm = self._wire
+        self._model.rewire(self._cell.wiring)
+        self._model.comm = self._comm
         self._cache.lengths = [0] * len(self._cache.lengths)
 
     def _choose(self, block: Tensor) -> None:
-        self._choice = self._wire.all_gather(block)[:, : self._model.config.vocab].argmax(-1)
+        self._choice = self._comm.all_gather(block)[:, : self._model.config.vocab].argmax(-1)
 
 
 def pieces(cell: Cell) -> Iterator[list[int]]:

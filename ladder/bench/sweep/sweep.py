@@ -4,7 +4,7 @@ soon as the cell is measured, and are not measured again.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import groupby
@@ -15,15 +15,16 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from ladder.bench.cells import Cell, cells
 from ladder.bench.machine import machine
-from ladder.bench.measure import Measured, Turn, measured
-from ladder.bench.options import BenchOptions
 from ladder.bench.ranks import stream_ranks
+from ladder.bench.sweep.cells import Cell, cells
+from ladder.bench.sweep.measure import Measured, StepsDone, measured
+from ladder.bench.sweep.options import BenchOptions
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
-from ladder.config.fields import read_text
 from ladder.errors import LadderError
+from ladder.perf.measurements import read_lines
+from ladder.progress import Progress
 
 # what makes two lines the same measurement
 WHAT = ("size", "arm", "wiring", "tp", "batch", "prompt", "new", "dtype", "layers")
@@ -31,7 +32,6 @@ WHERE = ("cell_link", "link", "link_kind", "mode", "chip", "cores")
 KEYS = WHAT + WHERE
 
 Key = tuple[Any, ...]
-Progress = Callable[[int, int, str], None]
 
 
 def key(row: Mapping[str, Any]) -> Key:
@@ -44,26 +44,16 @@ def done(out: Path) -> set[Key]:
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """The measurements in a file. Its last line may be torn: the program was stopped while it wrote."""
+    """The measurements in a file. Its last line may be torn: the program was stopped while it wrote that."""
     if out.is_dir():
         raise LadderError(f"{out} is a directory: name a file, as in --out {out / 'bench.jsonl'}")
     if not out.exists():
         return []
-    *lines, last = read_text(out).split("\n")
-    rows = []
-    for number, line in enumerate([*lines, last], 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except json.JSONDecodeError:
-            if number > len(lines):
-                break
-            raise LadderError(f"{out}: line {number} is no JSON: choose another file for --out") from None
-        if isinstance(row, dict) and all(name in row for name in KEYS):  # other programs' lines may stand there too
-            rows.append(row)
-    return rows
+    # lines of other programs may be there too
+    return [row for _, row in read_lines(out).objects if all(name in row for name in KEYS)]
 
 
-class Lines:
+class LineFile:
     """The file that lines are appended to."""
 
     def __init__(self, out: Path) -> None:
@@ -94,16 +84,16 @@ class Lines:
 
 
 def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]:
-    """A row for every cell, those that `out` already has with as many repetitions included. `progress` hears of steps
-    done, of all, and what is being done. All that can be refused is refused before the first row.
+    """A row for every cell, those that `out` already has with as many repetitions included. `progress` is called
+    with steps done, steps in all, and what is being done. All that can be refused is refused before the first row.
     """
     planned = cells(options)
     device = torch.device(planned[0].device)
     stamp = machine(device)
     old = {key(row): row for row in read(options.out)}
-    lines = Lines(options.out)
+    lines = LineFile(options.out)
     steps, total = 0, sum(cell.repetitions for cell in planned)
-    for _, group in groupby(planned, Cell.load):
+    for _, group in groupby(planned, Cell.model_key):
         todo = []
         for cell in group:
             known = old.get(key({**line_of(cell), **stamp}))
@@ -113,9 +103,9 @@ def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]
                 yield known
             else:
                 todo.append(cell)
-        for told in _measured(todo) if todo else ():
-            match told:
-                case Turn(count, what):
+        for result in _measured(todo) if todo else ():
+            match result:
+                case StepsDone(count, what):
                     steps += count
                     progress(steps, total, what)
                 case Measured(cell, figures):
@@ -125,7 +115,7 @@ def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]
                     yield row
 
 
-def _measured(todo: Sequence[Cell]) -> Iterator[Turn | Measured]:
+def _measured(todo: Sequence[Cell]) -> Iterator[StepsDone | Measured]:
     """Cells that share one model, by a process for each rank, or by this one alone."""
     first = todo[0]
     if first.mode == "ranks":
@@ -141,10 +131,10 @@ def _measured(todo: Sequence[Cell]) -> Iterator[Turn | Measured]:
 
 
 def line_of(cell: Cell) -> dict[str, Any]:
-    """What a line says of its cell."""
+    """A line's description of its cell."""
     line = {field.name: getattr(cell, field.name) for field in fields(Cell)}
     del line["repetitions"], line["device"]
-    link = cell.timing
+    link = cell.emulated_link
     line["context"] = cell.context
     line["link_alpha_us"] = None if link is None else round(link.alpha * 1e6, 4)
     line["link_beta_gb_s"] = None if link is None else round(link.beta / 1e9, 6)
@@ -163,7 +153,7 @@ def measured_before(rows: Sequence[Mapping[str, Any]], old: Sequence[Mapping[str
     )
 
 
-COLUMNS = ("arm", "TTFT ms", "TPOT ms", "p99", "tokens/s", "speed-up", "wire ms", "exposed ms", "hidden", "of peak")
+COLUMNS = ("arm", "TTFT ms", "TPOT ms", "p99", "tokens/s", "speed-up", "comm ms", "exposed ms", "hidden", "of peak")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -191,7 +181,7 @@ _CELL = ("size", "tp", "batch", "prompt", "new", "cell_link", "mode", "layers")
 
 
 def _title(row: Mapping[str, Any]) -> list[str]:
-    """What a cell is, in parts: those that all cells share need not be said of each."""
+    """What a cell is, in parts: those that all cells have in common are shown once."""
     part = "" if row["layers"] == row["of_layers"] else f" ({row['layers']} of {row['of_layers']} layers)"
     parts = [f"{row['size']}{part}", f"TP {row['tp']}", f"batch {row['batch']}", f"{row['prompt']}+{row['new']} tokens"]
     return parts + ([f"link {row['cell_link']} ({row['link_kind']})"] if row["cell_link"] else [])
@@ -203,7 +193,7 @@ def _shown(row: Mapping[str, Any], base: float | None) -> list[str]:
         *(_ms(row[name]) for name in ("ttft_ms", "tpot_ms_p50", "tpot_ms_p99")),
         f"{row['tokens_per_s']:.1f}",
         "-" if base is None else f"{row['tokens_per_s'] / base:.2f}",
-        *(_ms(row[name]) for name in ("wire_ms", "exposed_ms")),
+        *(_ms(row[name]) for name in ("comm_ms", "exposed_ms")),
         "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
         f"{row['bandwidth_share']:.0%}",
     ]

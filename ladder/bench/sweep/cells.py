@@ -1,8 +1,9 @@
-"""The cells of a sweep: size x TP x batch x link x arm, all of them checked before anything starts."""
+"""The cells of a sweep: size x TP x batch x link x arm, all checked before anything starts."""
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -10,31 +11,30 @@ from typing import Any
 
 import torch
 
-from ladder.bench.options import REAL, BenchOptions, Preset
-from ladder.bench.shard import Case
-from ladder.comm.base import RankOnly
+from ladder.bench.model import Case, captured_length
+from ladder.bench.sweep.options import REAL, BenchOptions, Preset
 from ladder.comm.link import Link
 from ladder.config import SIZES, ModelConfig
-from ladder.engine.graphs import Graphs
 from ladder.errors import LadderError, check_known
 from ladder.kernels.table import MOST
-from ladder.model import Decoder
 from ladder.perf.arms import link_of, wiring_of
+from ladder.perf.costs import ELEMENT_BYTES, RankCosts
+from ladder.perf.memory import Need, check_memory, more_ranks
 from ladder.perf.plan import check_degree, known_link
 
 USABLE = 0.92  # of a memory: activations, libraries and graphs need the rest
 
 
 @dataclass(frozen=True)
-class Here:
-    """What this machine has: GPUs, bytes of each, bytes of its own."""
+class Hardware:
+    """What this machine has: GPUs, bytes of memory of each, and of the CPU."""
 
     gpus: int
     gpu_bytes: int
-    bytes: int
+    cpu_bytes: int
 
     @classmethod
-    def now(cls) -> "Here":
+    def present(cls) -> "Hardware":
         gpus = torch.cuda.device_count()
         each = torch.cuda.get_device_properties(0).total_memory if gpus else 0
         return cls(gpus, each, _free_bytes())
@@ -52,18 +52,18 @@ def _free_bytes() -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: an arm, and everything that it shares with the arms beside it."""
+    """One measurement: an arm, and everything that it has in common with the arms it is compared with."""
 
     size: str
     tp: int
     batch: int
     prompt: int
     new: int
-    cell_link: str | None  # that of the arms beside it; None: one rank needs none
+    cell_link: str | None  # that of the arms it is compared with; None: one rank needs none
     arm: str
     wiring: str
-    link: str | None  # that the arm's sums travel on; a real one has its library's name
-    link_kind: str  # real or timed
+    link: str | None  # that of the arm's all-reduces; a real one has its backend's name
+    link_kind: str  # real or emulated
     mode: str  # ranks or one-rank
     device: str
     dtype: str
@@ -73,52 +73,52 @@ class Cell:
 
     @property
     def context(self) -> int:
-        """Positions of a decoding step: those of the step in the middle."""
+        """Positions of a decode step: those of the step in the middle."""
         return self.prompt + self.new // 2
 
     @property
     def capacity(self) -> int:
         """Positions that the cache needs; a graph's prompt is filled up to a power of two."""
-        return max(self.context, Graphs.width(self.prompt) if self.batch == 1 and self.device == "cuda" else 0) + 1
+        return max(self.context, captured_length(self.prompt) if self.batch == 1 and self.device == "cuda" else 0) + 1
 
     @property
-    def timing(self) -> Link | None:
-        """None: it takes what it takes."""
+    def emulated_link(self) -> Link | None:
+        """None: the backend as it is."""
         return None if self.link is None or self.link_kind == "real" else Link.parse(self.link)
 
     def case(self) -> Case:
         return Case(self.size, self.tp, self.batch, None if self.layers == self.of_layers else self.layers)
 
-    def beside(self, arm: str, wiring: str) -> "Cell":
+    def compared(self, arm: str, wiring: str) -> "Cell":
         """Another arm on the link of the cell."""
         return replace(self, arm=arm, wiring=wiring, link=self.cell_link)
 
-    def load(self) -> tuple[Any, ...]:
-        """What cells share that one loaded model serves."""
+    def model_key(self) -> tuple[Any, ...]:
+        """What cells have in common that one loaded model serves."""
         return (self.size, self.tp, self.mode, self.device, self.dtype, self.layers)
 
-    def lot(self) -> tuple[Any, ...]:
-        """What cells share that are measured in turns: all but the arm."""
-        return (*self.load(), self.batch, self.cell_link, self.prompt, self.new)
+    def comparison_key(self) -> tuple[Any, ...]:
+        """What cells have in common that are measured in turns: all but the arm."""
+        return (*self.model_key(), self.batch, self.cell_link, self.prompt, self.new)
 
 
-def lots(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells that are measured in turns, together."""
-    return [list(group) for _, group in groupby(cells, Cell.lot)]
+def comparisons(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells that are compared: their arms are measured in turns."""
+    return [list(group) for _, group in groupby(cells, Cell.comparison_key)]
 
 
-def cells(options: BenchOptions, here: Here | None = None) -> list[Cell]:
+def cells(options: BenchOptions, here: Hardware | None = None) -> list[Cell]:
     """Everything that is to be measured, in order. Refuses what cannot be, before anything has started."""
-    here = here or Here.now()
+    here = here or Hardware.present()
     found = list(dict.fromkeys(_planned(options, options.chosen, here)))
     if not found:
-        raise LadderError("nothing to measure: standard-fused is an arm of timed links, give --link nvlink_nccl")
-    for _, group in groupby(found, Cell.load):
+        raise LadderError("nothing to measure: standard-fused needs an emulated link, give --emulate-link nvlink_nccl")
+    for _, group in groupby(found, Cell.model_key):
         _check_memory(max(group, key=lambda cell: cell.batch), here)
     return found
 
 
-def _planned(options: BenchOptions, chosen: Preset, here: Here) -> Iterator[Cell]:
+def _planned(options: BenchOptions, chosen: Preset, here: Hardware) -> Iterator[Cell]:
     device = chosen.device if chosen.device != "auto" else "cuda" if here.gpus else "cpu"
     if device == "cuda" and not here.gpus:
         raise LadderError("device 'cuda' is not there: torch sees no GPU; the nearest is --device cpu")
@@ -144,7 +144,7 @@ def _planned(options: BenchOptions, chosen: Preset, here: Here) -> Iterator[Cell
                 for link, kind in links:
                     for arm, wiring in wirings.items():
                         own = link_of(arm)
-                        if own is None or kind == "timed":  # no timed link is faster than the wire below it
+                        if own is None or kind == "emulated":  # no emulated link is faster than the backend below it
                             yield Cell(
                                 size, tp, batch, cell_link=link, arm=arm, wiring=wiring, link=own or link,
                                 link_kind=kind, **rest,
@@ -160,7 +160,7 @@ def _configs(size: str, layers: int | None) -> tuple[ModelConfig, ModelConfig]:
     return whole, Case(size, 1, layers=layers).config()
 
 
-def _mode(wanted: str, device: str, tp: int, here: Here) -> str:
+def _mode(wanted: str, device: str, tp: int, here: Hardware) -> str:
     mode = wanted
     if wanted == "auto":
         mode = "ranks" if device == "cpu" or here.gpus >= tp else "one-rank"
@@ -172,61 +172,51 @@ def _mode(wanted: str, device: str, tp: int, here: Here) -> str:
 
 
 def _links(options: BenchOptions, chosen: Preset, tp: int, mode: str, device: str) -> list[tuple[str | None, str]]:
-    """(name, real or timed) of each link. GPUs that have a wire use that one, unless a link was asked for by a flag."""
+    """(name, real or emulated) of each link. Several GPUs use their own, unless one to emulate was asked for."""
     if tp == 1:
         return [(None, "real")]
-    wire = "nccl" if device == "cuda" else "gloo"
-    names = [REAL] if device == "cuda" and mode == "ranks" and not options.link else list(chosen.link)
+    backend = "nccl" if device == "cuda" else "gloo"
+    names = [REAL] if device == "cuda" and mode == "ranks" and not options.emulate_link else chosen.emulate_link
     found: list[tuple[str | None, str]] = []
     for name in (name.replace("{tp}", str(tp)) for name in names):
         if name != REAL:
             known_link(name, more=(REAL,))
         elif mode == "one-rank":
-            raise LadderError("one rank alone has no wire: give --link, as in --link nvlink_nccl")
-        found.append((wire, "real") if name == REAL else (name, "timed"))
+            raise LadderError("one rank alone has no real link: give one, as in --emulate-link nvlink_nccl")
+        found.append((backend, "real") if name == REAL else (name, "emulated"))
     return found
 
 
-def _check_memory(cell: Cell, here: Here) -> None:
+def _check_memory(cell: Cell, here: Hardware) -> None:
     """`cell`: the largest of those that share a model."""
-    room = USABLE * (here.gpu_bytes if cell.device == "cuda" else here.bytes)
-    weights, cache = needs(cell)
-    together = 1 if cell.device == "cuda" else cell.tp  # CPU ranks share one memory
-    if together * (weights + cache) <= room:
-        return
-    where = "each GPU" if cell.device == "cuda" else "this machine"
-    raise LadderError(
-        f"{cell.size} at TP {cell.tp} needs {together * weights / 1e9:.1f} GB for weights and "
-        f"{together * cache / 1e9:.1f} GB for batch {cell.batch} on {where}, which has {room / 1e9:.1f} GB to use: "
-        f"{_smaller(cell, here, room)}"
-    )
+    room = USABLE * (here.gpu_bytes if cell.device == "cuda" else here.cpu_bytes)
 
+    def fits(cell: Cell) -> bool:
+        return needs(cell).total <= room
 
-def needs(cell: Cell) -> tuple[int, int]:
-    """Bytes of one rank's weights and of its cache."""
-    model = Decoder(cell.case().config(), RankOnly(0, cell.tp), "meta", getattr(torch, cell.dtype))
-    cache = model.new_cache(cell.batch + 1, cell.capacity)
-    weights, tables = list(model.parameters()), (*cache.keys, *cache.values)
-    return sum(w.numel() * w.element_size() for w in weights), sum(t.numel() * t.element_size() for t in tables)
-
-
-def _smaller(cell: Cell, here: Here, room: float) -> str:
-    """The nearest choice that fits: a smaller batch, more ranks, else fewer layers."""
-    ranks = 1 if cell.device == "cuda" else cell.tp
-
-    def most(low: float, high: float) -> int:
-        """How many fit, if one takes `low` bytes and two take `high`."""
-        return int((room / ranks - low) / (high - low)) + 1
-
-    one, two = (sum(needs(replace(cell, batch=n))) for n in (1, 2))
-    if one * ranks <= room:
-        return f"the nearest that fits is --batch {most(one, two)}"
-    if cell.device == "cuda":
+    def ways() -> list[str]:
+        """The nearest choice that fits: a smaller batch, more ranks, else fewer layers."""
+        if fits(replace(cell, batch=1)):
+            return [f"--batch {_most(cell.batch, lambda n: fits(replace(cell, batch=n)))}"]
         limit = here.gpus if here.gpus > 1 and cell.mode == "ranks" else 1024  # one GPU can be one rank of many
-        for tp in SIZES[cell.size].degrees():
-            if cell.tp < tp <= limit and sum(needs(replace(cell, tp=tp))) <= room:
-                return f"the nearest that fits is --tp {tp}"
-    one, two = (sum(needs(replace(cell, layers=n, of_layers=0))) for n in (1, 2))
-    if one * ranks <= room:
-        return f"the nearest that fits is --layers {most(one, two)}"
-    return "choose a smaller size"
+        limit = limit if cell.device == "cuda" else cell.tp  # ranks on a CPU share its memory
+        if ranks := more_ranks(SIZES[cell.size], cell.tp, limit, lambda n: fits(replace(cell, tp=n))):
+            return ranks
+        if fits(replace(cell, layers=1, of_layers=0)):
+            return [f"--layers {_most(cell.layers, lambda n: fits(replace(cell, layers=n, of_layers=0)))}"]
+        return ["a smaller size"]
+
+    where = "each GPU" if cell.device == "cuda" else "this machine"
+    check_memory(f"{cell.size} at TP {cell.tp}, batch {cell.batch},", needs(cell), room, where, ways)
+
+
+def needs(cell: Cell) -> Need:
+    """Bytes on one GPU, or of all ranks on a CPU, which share one memory."""
+    costs = RankCosts(cell.case().config(), cell.tp, ELEMENT_BYTES[cell.dtype])
+    ranks = 1 if cell.device == "cuda" else cell.tp
+    return Need(ranks * costs.weight_bytes, ranks * costs.cache_bytes(cell.batch + 1, cell.capacity))
+
+
+def _most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number below `count` that fits."""
+    return bisect_left(range(1, count), True, key=lambda n: not fits(n))

@@ -10,7 +10,7 @@ from ladder.errors import LadderError, check_known
 from ladder.options import check_types, option
 from ladder.perf.arms import ARMS
 
-REAL = "real"  # in place of a link's name: the wire there is
+REAL = "real"  # in place of a link's name: the backend as it is
 MODES = ("auto", "ranks", "one-rank")
 DEVICES = ("auto", "cpu", "cuda")
 MOST = 1 << 20  # of anything: a typing error should cost a sentence
@@ -18,37 +18,41 @@ MOST = 1 << 20  # of anything: a typing error should cost a sentence
 
 @dataclass(frozen=True)
 class Preset:
-    """A named protocol. In a link's name {tp} stands for the number of ranks."""
+    """A named protocol. In the name of an emulated link {tp} stands for the number of ranks."""
 
     size: tuple[str, ...] = ()
     arm: tuple[str, ...] = tuple(ARMS)
     tp: tuple[int, ...] = (2,)
     batch: tuple[int, ...] = (1,)
-    link: tuple[str, ...] = (REAL,)
+    emulate_link: tuple[str, ...] = (REAL,)
     prompt: int = 1024
     new: int = 512
     repetitions: int = 25
     device: str = "auto"
 
 
-_TODAY = Preset(
+_SERVING = Preset(
     ("llama-3.1-70b",),
     tp=(8,),
     batch=(1, 16, 64),
-    link=("nvlink_nccl", "nvlink_oneshot", "pcie_shm_tp{tp}"),
+    emulate_link=("nvlink_nccl", "nvlink_oneshot", "pcie_shm_tp{tp}"),
     new=1024,
 )
 
 PRESETS: dict[str | None, Preset] = {
     None: Preset(),
     # two processes on any CPU; its link takes about as long as a sub-block does on a core: one can hide the other;
-    # two batches, so that a sweep that is interrupted has something to go on from
-    "quick": Preset(("quick",), batch=(1, 2), link=("5ms,10GB/s",), prompt=32, new=64, repetitions=12, device="cpu"),
+    # two batches, so that a sweep that is interrupted has something to continue with
+    "quick": Preset(
+        ("quick",), batch=(1, 2), emulate_link=("5ms,10GB/s",), prompt=32, new=64, repetitions=12, device="cpu"
+    ),
     # the paper's; peer-to-peer on and off
-    "paper": Preset(("llama-3-70b",), tp=(2, 4, 8), batch=(1, 4, 16, 64), link=("nvlink_nccl", "pcie_shm_tp{tp}")),
-    # what inference benchmarks use today
-    "1k1k": _TODAY,
-    "8k1k": replace(_TODAY, prompt=8192),
+    "paper": Preset(
+        ("llama-3-70b",), tp=(2, 4, 8), batch=(1, 4, 16, 64), emulate_link=("nvlink_nccl", "pcie_shm_tp{tp}")
+    ),
+    # what inference benchmarks use
+    "1k1k": _SERVING,
+    "8k1k": replace(_SERVING, prompt=8192),
 }
 
 
@@ -61,15 +65,17 @@ class BenchOptions:
     arm: tuple[str, ...] = option((), f"One of {', '.join(ARMS)}, or any wiring; default: those seven.")
     wiring: tuple[str, ...] = option((), "The same as --arm.")
     tp: tuple[int, ...] = option((), "Number of ranks.")
-    batch: tuple[int, ...] = option((), "Requests at a time.")
-    link: tuple[str, ...] = option((), "A link's name, alpha,beta as in 50us,10GB/s, or real: the wire there is.")
+    batch: tuple[int, ...] = option((), "Sequences at a time.")
+    emulate_link: tuple[str, ...] = option(
+        (), "A link to emulate: its name, or alpha,beta as in 50us,10GB/s; real: the backend as it is."
+    )
     prompt: int | None = option(None, "Tokens of each prompt.")
-    new: int | None = option(None, "New tokens of each request.")
-    repetitions: int | None = option(None, "Decoding steps measured of each arm.")
-    mode: str = option("auto", "ranks (a process each), one-rank (one GPU, the link timed), or auto: what is there.")
+    new: int | None = option(None, "New tokens of each sequence.")
+    repetitions: int | None = option(None, "Decode steps measured of each arm.")
+    mode: str = option("auto", "ranks (a process each), one-rank (one GPU, an emulated link), or auto: what fits here.")
     device: str = option("auto", "cpu, cuda, or auto: the preset's, else a GPU where there is one.")
     dtype: str = option("auto", "auto (the size's; on a CPU float32), float32, bfloat16, float16 or float64.")
-    layers: int | None = option(None, "Only so many of the model's layers; the lines say so.")
+    layers: int | None = option(None, "Only so many of the model's layers; the lines have both numbers.")
     out: Path = option(
         Path("bench.jsonl"),
         "File of JSON lines, appended cell by cell. What it has with as many repetitions is not measured again.",
@@ -101,6 +107,6 @@ class BenchOptions:
             "size": self.size,
             "arm": tuple(dict.fromkeys((*self.arm, *self.wiring))),
             "device": "" if self.device == "auto" else self.device,
-            **{name: getattr(self, name) for name in ("tp", "batch", "link", "prompt", "new", "repetitions")},
+            **{name: getattr(self, name) for name in ("tp", "batch", "emulate_link", "prompt", "new", "repetitions")},
         }
         return Preset(**{field.name: given[field.name] or getattr(base, field.name) for field in fields(Preset)})

@@ -1,0 +1,119 @@
+"""One rank's model as benchmarks use it: random weights, any wiring, any emulated link, and its passes by our kernels.
+
+This is the only module of `bench` that knows how the engine's fused passes and their CUDA graphs are built.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ladder.comm.base import Comm, Solo
+from ladder.comm.link import Link
+from ladder.comm.one_rank import OneRank
+from ladder.comm.signalled import Signalled
+from ladder.config import ModelConfig
+from ladder.engine.forward import Forward
+from ladder.engine.graphs import LONGEST, Graphs
+from ladder.kernels.launch import Launch
+from ladder.layers.cache import KVCache
+from ladder.model import Decoder
+
+CAPTURED_PROMPT = LONGEST  # tokens of the longest prompt that is computed by a CUDA graph
+captured_length = Graphs.width  # what such a prompt is filled up to
+SUB_BLOCKS = {"attention": "attention", "MLP": "mlp"}  # kinds, and a layer's modules
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one rank of `tp`; `layers` of it where not all fit."""
+
+    size: str
+    tp: int
+    batch: int = 1
+    layers: int | None = None
+
+    def config(self) -> ModelConfig:
+        config = ModelConfig.named(self.size)
+        return config if self.layers is None else config.first(self.layers)
+
+
+def random_model(case: Case, comm: Comm, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    """This rank's model with normal weights, drawn on its device: a step's time does not depend on their values."""
+    model = Decoder(case.config(), comm, device, dtype)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(std=0.02)
+    return model
+
+
+def configure(
+    model: Decoder, pattern: str, link: Link | None, concurrent: int = 1, rank: Callable[..., Comm] = OneRank
+) -> None:
+    """Give a rank that is measured alone its wiring and its emulated link, on which `concurrent` all-reduces may run at
+    a time; neither changes a tensor. `rank` makes its communicator of the number of ranks and a link.
+    """
+    model.rewire(pattern)
+    size = model.comm.size
+    if size == 1:
+        model.comm = Solo()
+    elif link is None:
+        model.comm = rank(size)
+    else:
+        comms = [rank(size, link) for _ in range(concurrent)]
+        model.comm = Signalled(comms, model.embed_tokens.weight.device, 2 * model.config.layers + 2)
+
+
+def watch_sub_blocks(model: Decoder, begin: Callable[[str], None], end: Callable[[str], None]) -> list[RemovableHandle]:
+    """Call `begin` and `end` around what every sub-block computes, its norm included and its wait for the stream not,
+    with its kind and its layer, as in "attention 3"; layers may share their modules. Returns the hooks, to be removed.
+    """
+    hooks: dict[nn.Module, list[RemovableHandle]] = {}
+    for number, layer in enumerate(model.layers):
+        for kind, module in SUB_BLOCKS.items():
+            block, name = layer.get_submodule(module), f"{kind} {number}"
+            if block not in hooks:
+                first = block if block.norm is None else block.norm  # which is called when the stream has been read
+                before = first.register_forward_pre_hook(lambda *_, name=name: begin(name))
+                after = block.register_forward_hook(lambda *_, name=name: end(name))
+                hooks[block] = [before, after]
+    return [hook for pair in hooks.values() for hook in pair]
+
+
+class FusedModel:
+    """`model` by our kernels, over a cache whose last slot is no sequence's. A graph keeps the wiring and the
+    communicator that the model has when it is captured. `without`: "attention" or "mlp", left out of decode steps.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, launch: Launch, without: str | None = None) -> None:
+        self._forward, self._without = Forward(model, cache, launch), without
+        self._graphs = Graphs(self._forward, spare=len(cache.lengths) - 1)
+        self._device = cache.keys[0].device
+
+    def decode_step(self, batch: int, context: int) -> Callable[[], Tensor]:
+        """A decode step of `batch` sequences, each of them at position `context` - 1, captured as a CUDA graph. A call
+        replays it and gives the logits, which the next call overwrites.
+        """
+        blocks = (
+            [] if self._without is None else [getattr(layer, self._without) for layer in self._forward.model.layers]
+        )
+        for block in blocks:
+            block.forward = lambda *_: None
+        graph = self._graphs.captured(batch)
+        for block in blocks:
+            del block.forward  # the class has its own
+        inputs = torch.tensor([[1] * batch, list(range(batch)), [context - 1] * batch], device=self._device)
+        return lambda: graph.replay(inputs)[0]
+
+    def prompt(self, tokens: Sequence[int]) -> Tensor:
+        """The logits after a prompt of up to CAPTURED_PROMPT tokens in the first slot, by a CUDA graph."""
+        return self._graphs.prompt(tokens, 0)
+
+    def prompts(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
+        """The logits after each of several prompts, [batch, tokens], launch by launch."""
+        return self._forward.prefill(tokens, last, slots)

@@ -1,0 +1,1 @@
+"""`ladder bench`: sizes, TP degrees, batches, links and wirings, measured side by side."""
