@@ -1,10 +1,12 @@
 """Folders that must be new, and files that appear under their names only when they are whole."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ladder.errors import LadderError
 
@@ -40,3 +42,29 @@ def writable(folder: Path) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise LadderError(f"{folder} cannot be written: nothing can be made in {path}")
     return path
+
+
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """A path beside `file` to write to. When the block ends, what was written there is flushed to the disk and becomes
+    `file`; when it fails, `file` is what it was before.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as opened:
+            os.fsync(opened.fileno())
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file, as UTF-8: all of it, or what was there before."""
+    with replaced(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(file: Path, value: Any) -> None:
+    """The same of a JSON value, indented, its keys sorted."""
+    write_text(file, json.dumps(value, indent=2, sort_keys=True) + "\n")
