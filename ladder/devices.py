@@ -2,7 +2,7 @@
 
 import torch
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 
 
 def device(name: str) -> torch.device:
@@ -16,3 +16,11 @@ def device(name: str) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise LadderError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
     return found
+
+
+def device_type(name: str) -> str:
+    """cpu or cuda, by a name that may also be auto: a GPU where there is one."""
+    check_known("device", name, ("auto", "cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LadderError("device 'cuda' is not there: torch sees no GPU; use --device cpu")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import ladder.cli.data as _data
 import ladder.data.documents as reading
 from ladder.data.documents import documents
-from ladder.data.shards import Shards, Writer
+from ladder.data.shards import Shards, ShardWriter
 from ladder.data.texts import fingerprint, tokenize, train_tokenizer
 from ladder.errors import LadderError
 from tests.checkpoints import END, byte_tokenizer, tiny
@@ -140,7 +140,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab, dtype, width", [(65536, "uint16", 2), (65537, "uint32", 4)])
 def test_ids_take_as_many_bytes_as_they_need(vocab: int, dtype: str, width: int, tmp_path: Path) -> None:
     tokens = [0, vocab - 1, 5, vocab - 2, vocab - 1]
-    with Writer(tmp_path, vocab, 2) as writer:
+    with ShardWriter(tmp_path, vocab, 2) as writer:
         writer.add(tokens[:3])
         writer.add(tokens[3:])
         writer.finish(eos=5, fingerprint="f", documents=1, bytes=9)
@@ -334,7 +334,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tokenize([file], tmp_path / "out", byte_tokenizer(), shard_tokens=50, progress=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     with monkeypatch.context() as broken:
-        broken.setattr(Writer, "_next", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        broken.setattr(ShardWriter, "_next", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             tokenize([file], tmp_path / "out", byte_tokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
