@@ -78,7 +78,7 @@ def test_every_kind_of_file(name: str, model: Path, tmp_path: Path) -> None:
     """The ids of every document and its end, whatever it lies in, in whatever shards."""
     file, expected = write(tmp_path / name, TEXTS), as_bytes(TEXTS)
     seen: list[tuple[int, int]] = []
-    how: dict[str, Any] = {"shard_tokens": 7, "progress": lambda done, total: seen.append((done, total))}
+    how: dict[str, Any] = {"shard_tokens": 7, "progress": lambda done, total, what: seen.append((done, total))}
     shards = tokenize([file, file], tmp_path / "out", str(model), **how)
     assert ids(shards) == 2 * expected and ids(Shards.open(tmp_path / "out")) == 2 * expected
     assert (shards.documents, shards.vocab, shards.eos) == (8, 257, END)
@@ -325,7 +325,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ladder.data.texts.BATCH", 200)
     file = write(tmp_path / "a.jsonl", TEXTS * 20)
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
         assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
         if done > total // 2:
             signal.raise_signal(signal.SIGINT)

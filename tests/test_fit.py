@@ -33,7 +33,7 @@ RIDGE = 0.01
 
 
 def options(model: Path, out: Path, data: Path, **changes: Any) -> FitOptions:
-    return FitOptions(str(model), out, **{"data": data, "window": SEQ_LEN, "device": "cpu", **changes})
+    return FitOptions(str(model), out, **{"data": data, "seq_len": SEQ_LEN, "device": "cpu", **changes})
 
 
 def drawn(rows: int, seed: int = 5) -> Tensor:
@@ -316,14 +316,14 @@ def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, 
 @pytest.mark.parametrize("changes, message", [
     ({"wiring": "standard"}, "the wiring is standard, as the model is: there is nothing to fit"),
     ({"wiring": "rope"}, "unknown wiring 'rope'"),
-    ({"wiring": "desync-2x"}, "'desync-2x' keeps sums on their ranks, each of which would need weights of its own"),
+    ({"wiring": "desync-2x"}, "'desync-2x' leaves partial sums on their ranks, each of which would need weights of its own"),
     ({"model": "fitted"}, "is wired already: name its original"),
     ({"model": "nothing"}, "nothing is neither a directory nor the name of a model"),
     ({"out": "model"}, "is there already: name a new folder"),
     ({"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
     ({"data": "other"}, "other was tokenized with another tokenizer than"),
-    ({"window": 128}, "a window of 128 is more than the model's 64"),
-    ({"batch": 10_000}, r"has \d+ tokens: a batch of 10000 windows of 16 and a tenth to measure on are needed"),
+    ({"seq_len": 128}, "--seq-len 128 is more than the model's context of 64"),
+    ({"batch": 10_000}, r"has \d+ tokens: a batch of 10000 sequences of 16 and a tenth to measure on are needed"),
     ({"batch": 0}, "batch must be at least 1, not 0"),
     ({"tokens": 0}, "tokens must be at least 1, not 0"),
     ({"ridge": 0.0}, "ridge must be from 1e-06 to 1000, not 0.0"),
@@ -354,10 +354,10 @@ def test_no_one_solution() -> None:
 
 @pytest.mark.parametrize("changes, message", [
     ({"init_from": "nothing"}, "no such folder: .*nothing; ladder fit makes one"),
-    ({"init_from": "model"}, "is wired 'standard', not 'ladder': begin with weights of the same wiring"),
+    ({"init_from": "model"}, "is wired 'standard', not 'ladder': name weights of the same wiring"),
     ({"init_from": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
-    ({"init_from": "fitted", "ranks": 2}, "is for 1 ranks, not 2: begin with weights for the same number"),
-    ({"init_from": "empty"}, "empty has no config.json: begin with a finished model"),
+    ({"init_from": "fitted", "ranks": 2}, "is for 1 ranks, not 2: name weights for the same number"),
+    ({"init_from": "empty"}, "empty has no config.json: name a finished model"),
     ({"init_from": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
     ({"init_from": "fitted", "staleness": 0.5}, "--init-from is of the wiring already, where --staleness ends"),
 ])  # fmt: skip

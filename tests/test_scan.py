@@ -157,7 +157,7 @@ def test_rows_to_fit_on() -> None:
     assert fit_sequences(text, windows, 10**6, 2)[:, 0].tolist() == list(range(11, 91, 5))
     assert fit_sequences(text, windows, 10, 2, begin=1).tolist() == [[1, 12, 13, 14, 15], [1, 17, 18, 19, 20]]
     for most, words in ((9, text), (50, text[:20])):
-        with pytest.raises(LadderError, match="a fit takes 10 tokens at least, a batch of windows, behind the 11"):
+        with pytest.raises(LadderError, match="a fit takes 10 tokens at least, a batch of sequences, behind the 11"):
             fit_sequences(words, windows, most, 2)
 
 
@@ -230,7 +230,7 @@ def test_sizes_and_windows() -> None:
     assert scan_sequences(text, 5, 100).tolist() == [text[0:6], text[5:11]]
     assert scan_sequences(text, 5, 9).tolist() == [text[0:6]]
     assert scan_sequences(text, 5, 10, begin=1).tolist() == [[1, *text[1:6]], [1, *text[6:11]]]
-    for most, words, sentence in ((4, text, "4 tokens are less than a window of 5"), (9, text[:5], "has 5 tokens")):
+    for most, words, sentence in ((4, text, "4 tokens are less than a sequence of 5"), (9, text[:5], "has 5 tokens")):
         with pytest.raises(LadderError, match=sentence):
             scan_sequences(words, 5, most)
 
@@ -251,8 +251,8 @@ def test_refused_scans(model: Any, windows: Tensor) -> None:
         ("under standard already", model, windows, {"row": "ladder-0"}),
         ("points is -1", model, windows, {"points": -1}),
         ("batch is 0", model, windows, {"batch": 0}),
-        ("windows must be [n, length]", model, windows[0], {}),
-        ("windows must be [n, length]", model, windows[:, :1], {}),
+        ("sequences must be [n, length]", model, windows[0], {}),
+        ("sequences must be [n, length]", model, windows[:, :1], {}),
         ("tokens go up to 108", model, windows * 0 + 108, {}),
         ("window is 80 tokens", model, windows[:, :1].repeat(1, 81), {}),
         ("a transformers model is needed", torch.nn.Linear(1, 1), windows, {}),
