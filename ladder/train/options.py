@@ -189,10 +189,11 @@ class ScratchOptions:
     recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given stand above it.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'.")
     ranks: int = option(1, "TP degree that a desync wiring is trained for, by emulated ranks.")
+    tp: int = option(1, "Under torchrun: ranks that share one model, the native decoder; the rest is data parallel.")
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_least(self, ranks=1)
+        check_least(self, ranks=1, tp=1)
 
 
 def _default_micro_batch(sequences: int) -> int:

@@ -23,6 +23,7 @@ from ladder.train.loss import LossWeights
 from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.recipes import RECIPES, recipe
 from ladder.train.run import TrainingData, TrainingTask, run_training, save_trained
+from ladder.train.tensor_parallel import loop
 from ladder.wiring import Wiring
 
 
@@ -43,7 +44,18 @@ def train(
         raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
-    check_ranks(wiring, options.ranks)
+    check_ranks(wiring, max(options.tp, options.ranks))
+
+    def complete(out: Path) -> None:
+        """Tokenizer and model card beside the weights."""
+        pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(out)
+        tokens = training.steps * training.batch * training.seq_len
+        text = trained_card(options.out.name, "llama", wiring, tokens)
+        (out / "README.md").write_text(text, encoding="utf-8")
+
+    if options.tp > 1:
+        wired = replace(config, wiring=wiring, ranks=options.tp if wiring.local else 1)
+        return loop.train(wired, hf_config(config), options, training, wanted, complete, progress)
 
     def make(data: TrainingData, args: Any) -> TrainingTask:
         set_seed(training.seed)
@@ -54,10 +66,7 @@ def train(
         def finish(trainer: Any, out: Path) -> None:
             save_trained(trainer, out, getattr(torch, config.dtype))
             if trainer.args.process_index == 0:
-                pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(out)
-                tokens = training.steps * training.batch * training.seq_len
-                text = trained_card(options.out.name, "llama", wiring, tokens)
-                (out / "README.md").write_text(text, encoding="utf-8")
+                complete(out)
 
         return TrainingTask(model, LossWeights(0.0, 1.0), None, lambda: data.train, None, finish)
 

@@ -75,13 +75,7 @@ def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
     if find_spec("accelerate") is None:
         raise LadderError("training needs accelerate: pip install 'ladder-residual[train]'")
     on_gpu, steps = options.device_type == "cuda", options.steps
-    warmup = math.ceil(options.warmup * steps)
-    schedules: dict[str, tuple[str, dict[str, Any]]] = {
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": FINAL_LR}),
-        "linear": ("polynomial", {"lr_end": FINAL_LR * options.lr, "power": 1.0}),
-        "constant": ("constant_with_warmup", {}),
-    }
-    schedule, details = schedules[options.schedule]
+    schedule, details, warmup = lr_schedule(options)
     made = Arguments(
         output_dir=str(folder), max_steps=steps, learning_rate=options.lr, weight_decay=options.weight_decay,
         adam_beta2=options.beta2, max_grad_norm=options.clip, lr_scheduler_type=schedule,
@@ -102,6 +96,16 @@ def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
     made.per_device_train_batch_size, made.gradient_accumulation_steps = size, passes
     made.per_device_eval_batch_size = size
     return made
+
+
+def lr_schedule(options: TrainingOptions) -> tuple[str, dict[str, Any], int]:
+    """transformers' name of the learning rate's schedule, its arguments, and the steps of its warm-up."""
+    schedules: dict[str, tuple[str, dict[str, Any]]] = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": FINAL_LR}),
+        "linear": ("polynomial", {"lr_end": FINAL_LR * options.lr, "power": 1.0}),
+        "constant": ("constant_with_warmup", {}),
+    }
+    return *schedules[options.schedule], math.ceil(options.warmup * options.steps)
 
 
 class LadderTrainer(Trainer):  # type: ignore[misc]
