@@ -33,9 +33,10 @@ from ladder.data.shards import Shards
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
 from ladder.scan.fit import fit
+from ladder.scan.options import FitOptions
 from ladder.train.distill import adapt
 from ladder.train.folder import finished
-from ladder.train.options import OPTIMIZERS, WHOLE, AdaptOptions, FitOptions, TrainingOptions
+from ladder.train.options import OPTIMIZERS, WHOLE, AdaptOptions, TrainingOptions
 from ladder.train.side import SideModel
 
 TASKS = ("hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "lambada")
@@ -153,7 +154,7 @@ class Experiment:
                 eval_every=10**9, save_every=10**9, weight_decay=0.01, optimizer=given.optimizer,
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
-            begun = {"begin": self.fitted(arm)[0]} if is_fitted(arm) else {}
+            begun = {"init_from": self.fitted(arm)[0]} if is_fitted(arm) else {}
             adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way], **begun), run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -18,7 +18,7 @@ from ladder.bench.machine import machine
 from ladder.config import ModelConfig
 from ladder.data.shards import Shards
 from ladder.hf import rewire
-from ladder.train.scratch import born, hf_config
+from ladder.train.scratch import hf_config, new_model
 
 WINDOW, RATE = 256, 2e-3
 
@@ -35,7 +35,7 @@ def main() -> None:
     torch.manual_seed(1)
     shards = Shards.open(given.data)
     config = ModelConfig(128, given.layers, 4, 4, 352, vocab=shards.vocab, context=512, tied=True)
-    model = AutoModelForCausalLM.from_config(hf_config(config)) if given.plain else born(config)
+    model = AutoModelForCausalLM.from_config(hf_config(config)) if given.plain else new_model(config)
     rewire(model, given.wiring)
     flat = [weight for weight in model.parameters() if weight.dim() == 1]
     wide = [weight for weight in model.parameters() if weight.dim() > 1]

@@ -18,7 +18,7 @@ import torch
 
 from ladder.bench.machine import machine
 from ladder.scan.fit import fit
-from ladder.train.options import FitOptions
+from ladder.scan.options import FitOptions
 
 
 def main() -> None:

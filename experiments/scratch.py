@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ladder.bench.machine import machine
-from ladder.train.flops import operations
+from ladder.train.log import operations
 from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.recipes import recipe
 from ladder.train.scratch import hf_config, train

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 
 
 def device(name: str) -> torch.device:
@@ -37,3 +37,11 @@ def silence_bfloat16_fallback() -> None:
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
         square = torch.zeros(32, 32, dtype=torch.bfloat16)
         torch.nn.functional.linear(square, square)
+
+
+def device_type(name: str) -> str:
+    """cpu or cuda, by a name that may also be auto: a GPU where there is one."""
+    check_known("device", name, ("auto", "cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LadderError("device 'cuda' is not there: torch sees no GPU; use --device cpu")
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

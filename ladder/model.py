@@ -96,11 +96,13 @@ class Decoder(nn.Module):
         sequence i has slot i); sequences shorter than the longest are filled up at the right with any id. `last`
         [batch] picks one token of each, [batch, 1, block]; without it all are answered, [batch, tokens, block].
         """
+        ops = ops or Plain()
         metadata = PrefillMetadata.of(tokens.shape, cache, slots, self.config, self.ropes)
         if last is None:
-            return self.run(ops or Plain(), tokens.flatten(), metadata, cache, None).unflatten(0, tokens.shape)
+            every: Tensor = self.run(ops, tokens.flatten(), metadata, cache, None)
+            return every.unflatten(0, (len(tokens), -1))
         rows = torch.arange(len(last), device=last.device) * tokens.shape[1] + last
-        return self.run(ops or Plain(), tokens.flatten(), metadata, cache, rows).unsqueeze(1)
+        return self.run(ops, tokens.flatten(), metadata, cache, rows).unsqueeze(1)
 
     def run(self, ops: Ops, tokens: Tensor, metadata: Metadata, cache: KVCache | None, last: Tensor | None) -> Tensor:
         """The pass itself, by the backend `ops`: `tokens` [rows] -> logits [rows `last`, or all, block]."""
@@ -122,8 +124,9 @@ class Decoder(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """Every parameter of this rank, by its Hugging Face name; `modules` has a shared one once."""
+        tied = [self.lm_head] if self.config.tied else []
         for module in self.modules():
-            if module is not self and isinstance(module, Sharded) and not (module is self.lm_head and self.config.tied):
+            if isinstance(module, Sharded) and module not in (self, *tied):
                 yield from module.shards()
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:

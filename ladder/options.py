@@ -41,3 +41,10 @@ def _is(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
+
+
+def check_least(options: Any, **least: int) -> None:
+    """These fields, where they have a value, are at least so large."""
+    for name, smallest in least.items():
+        if (value := getattr(options, name)) is not None and value < smallest:
+            raise LadderError(f"{name.replace('_', '-')} must be at least {smallest}, not {value}")

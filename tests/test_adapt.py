@@ -18,15 +18,15 @@ from ladder.train.distill import adapt
 from ladder.train.options import AdaptOptions
 from ladder.train.side import SideModel
 from tests import training as tiny
-from tests.training import WINDOW, adapting, log, silent, weights
+from tests.training import SEQ_LEN, adapting, log, silent, weights
 
 ROWS = 12  # of an evaluation
 
 
 def measured(model: Any, original: Path, data: Path) -> Distance:
     """By the measures of `ladder eval`, on the tokens of the evaluation."""
-    text = Shards.open(data).read(0, ROWS * WINDOW + 1)
-    return distance(model, AutoModelForCausalLM.from_pretrained(original), text, window=WINDOW)
+    text = Shards.open(data).read(0, ROWS * SEQ_LEN + 1)
+    return distance(model, AutoModelForCausalLM.from_pretrained(original), text, window=SEQ_LEN)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "side"])
@@ -159,7 +159,7 @@ def test_the_command_line(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = tiny.flags(AdaptOptions(str(model), tmp_path / "out")) + tiny.flags(adapting(data, 2))
-    for more, status, said in ((["--window", "65"], 2, ""), ([], 0, "wrote "), ([], 2, "")):
+    for more, status, said in ((["--seq-len", "65"], 2, ""), ([], 0, "wrote "), ([], 2, "")):
         monkeypatch.setattr(sys, "argv", ["ladder", "adapt", *options, *more])
         with pytest.raises(SystemExit) as left:
             main()

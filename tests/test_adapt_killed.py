@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 from ladder.errors import LadderError
 from ladder.train import distill as module
 from ladder.train.distill import adapt
-from ladder.train.folder import complete
+from ladder.train.folder import complete_checkpoints
 from ladder.train.options import AdaptOptions
 from tests import training as tiny
 from tests.training import Stop, adapting, log, same, silent, until, weights
@@ -29,7 +29,7 @@ def test_killed_twice(model: Path, data: Path, adapted: Path, tmp_path: Path) ->
     assert step in (4, 8, 12) and not (out / "config.json").exists()
     assert tiny.end(tiny.start("adapt", *options, broken="checkpoint-16")) == [-signal.SIGKILL]
     assert (out / "checkpoints/checkpoint-16/optimizer.pt").stat().st_size == 100
-    assert [path.name for path in complete(out / "checkpoints")] == ["checkpoint-12"]
+    assert [path.name for path in complete_checkpoints(out / "checkpoints")] == ["checkpoint-12"]
     assert tiny.end(tiny.start("adapt", *options)) == [0]
     for key in ("loss", "eval_loss", "eval_kl", "eval_agreement", "grad_norm", "learning_rate", "staleness"):
         assert log(out, key) == log(adapted, key)
@@ -51,8 +51,8 @@ def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Pa
     own = [AdaptOptions(str(model), out, teacher_top=top, **more) for out in outs]
     adapt(own[0], options, silent)
     with pytest.raises(Stop):
-        adapt(own[1], options, until(at, asking=top > 0))
-    assert len(complete(outs[1] / "checkpoints")) == (at == 6)
+        adapt(own[1], options, until(at, building=top > 0))
+    assert len(complete_checkpoints(outs[1] / "checkpoints")) == (at == 6)
     assert (outs[1] / "teacher").exists() == (top > 0) and not (outs[1] / "teacher/teacher.json").exists()
     adapt(own[1], options, silent)
     name = "side.safetensors" if method == "side" else "model.safetensors"
@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint(
     options = (AdaptOptions(str(model), tmp_path / "out"), adapting(data, 8, save_every=2, keep=2))
     with pytest.raises(Stop):
         adapt(*options, until(6))
-    before, checkpoint = complete(tmp_path / "out/checkpoints")
+    before, checkpoint = complete_checkpoints(tmp_path / "out/checkpoints")
     (checkpoint / name).unlink()
     if damage is not None:
         (checkpoint / name).write_bytes(damage)
@@ -123,7 +123,7 @@ def test_what_a_run_began_with_is_not_exchanged(what: str, model: Path, data: Pa
         shutil.copytree(data / "tokenizer", folders[what] / "tokenizer")
     else:
         tiny.model(folders[what], data, torch.bfloat16)
-    with pytest.raises(LadderError, match=f"{what} is not what it was when .*out was begun: name a new folder"):
+    with pytest.raises(LadderError, match=f"{what} has changed since .*out was started: name a new folder"):
         adapt(*options, silent)
 
 
@@ -158,7 +158,7 @@ def test_experts_are_found_again(data: Path, tmp_path: Path) -> None:
 def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tmp_path: Path) -> None:
     """FSDP2, tied weights, a teacher, rows in two goes."""
     original = tiny.model(tmp_path / "model", data, tie_word_embeddings=True)
-    outs, options = (tmp_path / "one", tmp_path / "two"), adapting(data, 10, micro=2)
+    outs, options = (tmp_path / "one", tmp_path / "two"), adapting(data, 10, micro_batch_size=2)
     adapt(AdaptOptions(str(original), outs[0], wiring, method), options, silent)
     two = AdaptOptions(str(original), outs[1], wiring, method), replace(options, fsdp=True)
     assert tiny.end(tiny.start("adapt", *two, ranks=2)) == [0, 0]
@@ -173,7 +173,7 @@ def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tm
 def test_other_options_and_finished_runs(model: Path, data: Path, adapted: Path) -> None:
     with pytest.raises(LadderError, match=r"is a run with staleness 0\.5, not 0\.25: give the same"):
         adapt(AdaptOptions(str(model), adapted, staleness=0.25), adapting(data), silent)
-    with pytest.raises(LadderError, match=f"out is a run with begin None, not {model}: give the same"):
-        adapt(AdaptOptions(str(model), adapted, begin=model, staleness=0.0), adapting(data), silent)
+    with pytest.raises(LadderError, match=f"out is a run with init-from None, not {model}: give the same"):
+        adapt(AdaptOptions(str(model), adapted, init_from=model, staleness=0.0), adapting(data), silent)
     with pytest.raises(LadderError, match="out is finished: name a new folder"):
         adapt(AdaptOptions(str(model), adapted), adapting(data), silent)

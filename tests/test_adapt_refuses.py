@@ -25,7 +25,7 @@ from tests.training import adapting, silent
     ("no tokenizer", "bare cannot be loaded"),
     ("no model", "nothing is neither a directory nor the name of a model on the hub"),
     ("no weights", "empty cannot be loaded"),
-    ("window", "a window of 65 is more than the model's 64"),
+    ("long", "--seq-len 65 is more than the model's context of 64"),
     ("wiring", "covers more than the model's 3 layers"),
     ("fsdp", "--fsdp is for --method full and layers, lora trains little: leave one out"),
     ("narrow", "a reduction of 1000 leaves nothing of a width of 32"),
@@ -35,7 +35,7 @@ from tests.training import adapting, silent
     ("closed", "out cannot be written: nothing can be made in"),
     ("peft", "--method lora needs peft: pip install"),
     ("local", "'desync-2x' keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
-    ("stale", "there is no way between the standard model and 'desync-2x': give --staleness 0"),
+    ("stale", "there is nothing between the standard model and 'desync-2x': give --staleness 0"),
     ("ranks", "3 ranks cannot share 4 heads"),
     ("emulated", "--ranks is for --method full and layers, not for lora: leave one out"),
     ("layers", "--method layers trains rewired layers, and 'standard' has none"),
@@ -64,7 +64,7 @@ def test_refused(
         path = model
         monkeypatch.setattr(module, "find_spec", lambda name: None)
         own, more = {
-            "window": ({}, {"window": 65}), "wiring": ({"wiring": "ladder:5"}, {}), "peft": ({"method": "lora"}, {}),
+            "long": ({}, {"seq_len": 65}), "wiring": ({"wiring": "ladder:5"}, {}), "peft": ({"method": "lora"}, {}),
             "fsdp": ({"method": "lora"}, {"fsdp": True}), "recompute": ({"method": "side"}, {"recompute": True}),
             "top": ({"teacher_top": 300}, {}), "valid": ({}, {"valid": tmp_path / "other"}),
             "local": ({"wiring": "desync-2x"}, {}), "stale": ({"wiring": "desync-2x", "ranks": 2}, {}),
@@ -90,13 +90,13 @@ def test_refused(
     ({"kl_weight": 0.0, "lm_weight": 1.0, "teacher_top": 4}, "--teacher-top needs a --kl-weight above 0"),
     ({"staleness": 1.5}, "staleness must be from 0 to 1, not 1.5"),
     ({"staleness_way": "slowly"}, "unknown staleness-way .slowly.: known are together, first, last, chance"),
-    ({"staleness_way": "last", "begin": Path("fitted")}, "--staleness-way last needs a staleness that moves"),
-    ({"staleness_way": "chance", "staleness": 0.0}, "--staleness-way chance needs a staleness that moves"),
+    ({"staleness_way": "last", "init_from": Path("fitted")}, "--staleness-way last needs a staleness that rises"),
+    ({"staleness_way": "chance", "staleness": 0.0}, "--staleness-way chance needs a staleness that rises"),
     ({"staleness_way": "first", "method": "side"}, "--staleness-way first needs a staleness that"),
-    ({"method": "side", "staleness": 0.5}, "--staleness moves layers that are trained"),
-    ({"teacher": Path("shared")}, "--teacher is a folder for what --teacher-top keeps: give both"),
+    ({"method": "side", "staleness": 0.5}, "--staleness changes layers that are trained"),
+    ({"teacher": Path("shared")}, "--teacher is the folder of the cache of --teacher-top: give both"),
     ({"teacher_top": -1}, "teacher-top must be 0 or more, not -1"),
-    ({"rank": 0}, "rank must be at least 1, not 0"),
+    ({"lora_rank": 0}, "lora-rank must be at least 1, not 0"),
     ({"ranks": 0}, "ranks must be at least 1, not 0"),
 ])  # fmt: skip
 def test_refused_options(changes: dict[str, Any], message: str) -> None:

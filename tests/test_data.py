@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import ladder.cli.data as _data
 import ladder.data.documents as reading
 from ladder.data.documents import documents
-from ladder.data.shards import Shards, Writer
+from ladder.data.shards import Shards, ShardWriter
 from ladder.data.texts import fingerprint, tokenize, train_tokenizer
 from ladder.errors import LadderError
 from tests.checkpoints import END, byte_tokenizer, tiny
@@ -78,7 +78,7 @@ def test_every_kind_of_file(name: str, model: Path, tmp_path: Path) -> None:
     """The ids of every document and its end, whatever it lies in, in whatever shards."""
     file, expected = write(tmp_path / name, TEXTS), as_bytes(TEXTS)
     seen: list[tuple[int, int]] = []
-    how: dict[str, Any] = {"shard_tokens": 7, "progress": lambda done, total: seen.append((done, total))}
+    how: dict[str, Any] = {"shard_tokens": 7, "progress": lambda done, total, what: seen.append((done, total))}
     shards = tokenize([file, file], tmp_path / "out", str(model), **how)
     assert ids(shards) == 2 * expected and ids(Shards.open(tmp_path / "out")) == 2 * expected
     assert (shards.documents, shards.vocab, shards.eos) == (8, 257, END)
@@ -140,7 +140,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab, dtype, width", [(65536, "uint16", 2), (65537, "uint32", 4)])
 def test_ids_take_as_many_bytes_as_they_need(vocab: int, dtype: str, width: int, tmp_path: Path) -> None:
     tokens = [0, vocab - 1, 5, vocab - 2, vocab - 1]
-    with Writer(tmp_path, vocab, 2) as writer:
+    with ShardWriter(tmp_path, vocab, 2) as writer:
         writer.add(tokens[:3])
         writer.add(tokens[3:])
         writer.finish(eos=5, fingerprint="f", documents=1, bytes=9)
@@ -325,7 +325,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ladder.data.texts.BATCH", 200)
     file = write(tmp_path / "a.jsonl", TEXTS * 20)
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(done: int, total: int, what: str) -> None:
         assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
         if done > total // 2:
             signal.raise_signal(signal.SIGINT)
@@ -334,7 +334,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         tokenize([file], tmp_path / "out", byte_tokenizer(), shard_tokens=50, progress=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     with monkeypatch.context() as broken:
-        broken.setattr(Writer, "_next", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        broken.setattr(ShardWriter, "_next", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             tokenize([file], tmp_path / "out", byte_tokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -6,7 +6,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.train import loss as module
-from ladder.train.loss import Top, Weights, apart, distance, next_tokens, top
+from ladder.train.loss import (
+    LossWeights,
+    TopTokens,
+    distillation_loss,
+    hidden_distance,
+    next_tokens,
+    top_tokens,
+)
 
 ROWS, VOCABULARY = 14, 37
 
@@ -20,7 +27,7 @@ def targets() -> Tensor:
     return next_tokens(tokens).flatten()
 
 
-def naive(student: Tensor, teacher: Tensor | Top | None, weights: Weights) -> Tensor:
+def naive(student: Tensor, teacher: Tensor | TopTokens | None, weights: LossWeights) -> Tensor:
     """The formula, outcome by outcome."""
     ours = student.log_softmax(-1)
     loss = weights.lm * F.cross_entropy(student, targets(), ignore_index=-100)
@@ -31,7 +38,7 @@ def naive(student: Tensor, teacher: Tensor | Top | None, weights: Weights) -> Te
         rows = []
         for row in range(ROWS):
             known = [int(token) for token in teacher.ids[row]]
-            p = [teacher.logs[row, at].exp() for at in range(len(known))]
+            p = [teacher.log_probs[row, at].exp() for at in range(len(known))]
             q = [ours[row, token].exp() for token in known]
             p.append(1 - torch.stack(p).sum())
             q.append(1 - torch.stack(q).sum())
@@ -41,14 +48,14 @@ def naive(student: Tensor, teacher: Tensor | Top | None, weights: Weights) -> Te
 
 
 @pytest.mark.parametrize("kind", ["logits", "top", "none"])
-@pytest.mark.parametrize("weights", [Weights(1.0, 0.0), Weights(0.7, 0.3), Weights(0.0, 1.0)])
+@pytest.mark.parametrize("weights", [LossWeights(1.0, 0.0), LossWeights(0.7, 0.3), LossWeights(0.0, 1.0)])
 @pytest.mark.parametrize("at_a_time", [1, 3 * VOCABULARY, 10_000])
-def test_loss_and_gradient(kind: str, weights: Weights, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AT_A_TIME", at_a_time)
-    found_top = top(logits(2), 6)
-    teacher = {"logits": logits(2), "top": Top(found_top.logs.double(), found_top.ids), "none": None}[kind]
+def test_loss_and_gradient(kind: str, weights: LossWeights, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_LOGITS", at_a_time)
+    found_top = top_tokens(logits(2), 6)
+    teacher = {"logits": logits(2), "top": TopTokens(found_top.log_probs.double(), found_top.ids), "none": None}[kind]
     ours, theirs = (logits(1).requires_grad_() for _ in range(2))
-    found = 2 * distance(ours, teacher, targets(), weights)
+    found = 2 * distillation_loss(ours, teacher, targets(), weights)
     wanted = 2 * naive(theirs, teacher, weights)
     found.backward()
     if wanted.requires_grad:
@@ -60,16 +67,18 @@ def test_loss_and_gradient(kind: str, weights: Weights, at_a_time: int, monkeypa
 
 def test_half_precision_is_near_and_keeps_its_type() -> None:
     ours = logits(1).bfloat16().requires_grad_()
-    found = distance(ours, logits(2).bfloat16(), targets(), Weights(1.0, 0.5))
+    found = distillation_loss(ours, logits(2).bfloat16(), targets(), LossWeights(1.0, 0.5))
     found.backward()
-    wanted = naive(logits(1).bfloat16().double(), logits(2).bfloat16().double(), Weights(1.0, 0.5))
+    wanted = naive(logits(1).bfloat16().double(), logits(2).bfloat16().double(), LossWeights(1.0, 0.5))
     assert abs(found.item() - wanted.item()) < 1e-3 * wanted.item()
     assert ours.grad is not None and ours.grad.dtype == torch.bfloat16
 
 
 def test_the_top_says_what_the_whole_says_the_better_the_larger_it_is() -> None:
-    whole = distance(logits(1), logits(2), targets(), Weights(1.0, 0.0)).item()
-    far = [distance(logits(1), top(logits(2), k), targets(), Weights(1.0, 0.0)).item() for k in (1, 4, 16, VOCABULARY)]
+    whole = distillation_loss(logits(1), logits(2), targets(), LossWeights(1.0, 0.0)).item()
+    weights = LossWeights(1.0, 0.0)
+    tops = [top_tokens(logits(2), k) for k in (1, 4, 16, VOCABULARY)]
+    far = [distillation_loss(logits(1), each, targets(), weights).item() for each in tops]
     assert far == sorted(far) and far[-1] == pytest.approx(whole, abs=1e-3)
 
 
@@ -81,8 +90,8 @@ def test_streams_apart() -> None:
         for mine, wanted in zip(ours, theirs, strict=True)
         for a, b in zip(mine.reshape(-1, 5), wanted.reshape(-1, 5), strict=True)
     ]
-    assert float(apart(ours, theirs)) == pytest.approx(sum(one_by_one) / len(one_by_one), rel=1e-5)
-    assert apart(theirs, theirs) == 0
+    assert float(hidden_distance(ours, theirs)) == pytest.approx(sum(one_by_one) / len(one_by_one), rel=1e-5)
+    assert hidden_distance(theirs, theirs) == 0
 
 
 def test_targets_are_the_next_tokens() -> None:

@@ -20,19 +20,20 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance
 from ladder.scan.fit import fit
+from ladder.scan.options import FitOptions
 from ladder.scan.solve import solve
 from ladder.train.distill import adapt
-from ladder.train.options import AdaptOptions, FitOptions
+from ladder.train.options import AdaptOptions
 from ladder.train.side import SideModel
 from tests import training as tiny
 from tests.hosts import CONFIGS, host
-from tests.training import WINDOW, log, same, silent, training, weights
+from tests.training import SEQ_LEN, log, same, silent, training, weights
 
 RIDGE = 0.01
 
 
 def options(model: Path, out: Path, data: Path, **changes: Any) -> FitOptions:
-    return FitOptions(str(model), out, **{"data": data, "window": WINDOW, "device": "cpu", **changes})
+    return FitOptions(str(model), out, **{"data": data, "seq_len": SEQ_LEN, "device": "cpu", **changes})
 
 
 def drawn(rows: int, seed: int = 5) -> Tensor:
@@ -243,7 +244,7 @@ def test_writes_a_checkpoint(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    flags = ["--wiring", "standard:1 ladder:2", "--data", str(data), "--window", str(WINDOW), "--device", "cpu"]
+    flags = ["--wiring", "standard:1 ladder:2", "--data", str(data), "--seq-len", str(SEQ_LEN), "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["ladder", "fit", str(model), str(out), *flags])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -257,7 +258,8 @@ def test_writes_a_checkpoint(
     assert figures and float(figures[3]) < 0.6 * float(figures[2])
     assert int(figures[1]) == 64 * 48
     card = (out / "README.md").read_text()
-    assert f"{figures[2]} rewired, {figures[3]} fitted" in card and '--wiring "standard:1 ladder:2" --begin out' in card
+    assert f"{figures[2]} rewired, {figures[3]} fitted" in card
+    assert '--wiring "standard:1 ladder:2" --init-from out' in card
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o644
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -271,7 +273,7 @@ def test_writes_a_checkpoint(
 def test_keeps_the_type(data: Path, tmp_path: Path) -> None:
     original = tiny.model(tmp_path / "half", data, torch.bfloat16, tie_word_embeddings=True)
     made = fit(options(original, tmp_path / "out", data, tokens=10**9), silent)
-    assert made.tokens == (Shards.open(data).tokens // WINDOW - 8) // 8 * 8 * WINDOW  # all but what is measured on
+    assert made.tokens == (Shards.open(data).tokens // SEQ_LEN - 8) // 8 * 8 * SEQ_LEN  # all but what is measured on
     found = weights(tmp_path / "out")
     assert {each.dtype for each in found.values()} == {torch.bfloat16} and "lm_head.weight" not in found
 
@@ -279,16 +281,16 @@ def test_keeps_the_type(data: Path, tmp_path: Path) -> None:
 def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
     """From the first step on under the wiring, with the fitted weights, the original as teacher."""
     run = training(data, 4, valid=data, log_every=1, eval_every=4, lr=1e-9)
-    text = Shards.open(data).read(0, 12 * WINDOW + 1)
+    text = Shards.open(data).read(0, 12 * SEQ_LEN + 1)
     begun = distance(
-        AutoModelForCausalLM.from_pretrained(fitted), AutoModelForCausalLM.from_pretrained(model), text, window=WINDOW
+        AutoModelForCausalLM.from_pretrained(fitted), AutoModelForCausalLM.from_pretrained(model), text, window=SEQ_LEN
     )
-    found = adapt(AdaptOptions(str(model), tmp_path / "out", begin=fitted), run, silent)
+    found = adapt(AdaptOptions(str(model), tmp_path / "out", init_from=fitted), run, silent)
     assert found["eval_kl"] == pytest.approx(begun.kl.value, rel=1e-4)
     cold = adapt(AdaptOptions(str(model), tmp_path / "cold", staleness=0.0), run, silent)
     assert found["eval_kl"] < 0.8 * cold["eval_kl"] and log(tmp_path / "out")[0][1] < 0.8 * log(tmp_path / "cold")[0][1]
     asked = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert asked["begin"] == str(fitted) and "begin" in asked["contents"]
+    assert asked["init_from"] == str(fitted) and "init_from" in asked["contents"]
     told = [
         "that were fitted or trained for it before" in (tmp_path / name / "README.md").read_text()
         for name in ("out", "cold")
@@ -299,11 +301,11 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
 def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = training(data, 30, valid=data, eval_every=30, lr=1e-2)
-    found = adapt(AdaptOptions(str(model), out, begin=fitted, method="side", reduction=1), run, silent)
-    text, original = Shards.open(data).read(0, 12 * WINDOW + 1), AutoModelForCausalLM.from_pretrained(model)
+    found = adapt(AdaptOptions(str(model), out, init_from=fitted, method="side", reduction=1), run, silent)
+    text, original = Shards.open(data).read(0, 12 * SEQ_LEN + 1), AutoModelForCausalLM.from_pretrained(model)
     backbone = AutoModelForCausalLM.from_pretrained(fitted)
-    begun = distance(backbone, original, text, window=WINDOW).kl.value
-    ended = distance(SideModel.load(out, backbone), original, text, window=WINDOW).kl.value
+    begun = distance(backbone, original, text, window=SEQ_LEN).kl.value
+    ended = distance(SideModel.load(out, backbone), original, text, window=SEQ_LEN).kl.value
     assert found["eval_kl"] == pytest.approx(ended, rel=1e-4) and ended < begun
     assert f'from_pretrained("{fitted}")' in (out / "README.md").read_text()
     with pytest.raises(LadderError, match="has other weights: load it with its own backbone"):
@@ -314,14 +316,14 @@ def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, 
 @pytest.mark.parametrize("changes, message", [
     ({"wiring": "standard"}, "the wiring is standard, as the model is: there is nothing to fit"),
     ({"wiring": "rope"}, "unknown wiring 'rope'"),
-    ({"wiring": "desync-2x"}, "'desync-2x' keeps sums on their ranks, each of which would need weights of its own"),
+    ({"wiring": "desync-2x"}, "'desync-2x' leaves partial sums on their ranks, each of which would need weights of its own"),
     ({"model": "fitted"}, "is wired already: name its original"),
     ({"model": "nothing"}, "nothing is neither a directory nor the name of a model"),
     ({"out": "model"}, "is there already: name a new folder"),
     ({"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
     ({"data": "other"}, "other was tokenized with another tokenizer than"),
-    ({"window": 128}, "a window of 128 is more than the model's 64"),
-    ({"batch": 10_000}, r"has \d+ tokens: a batch of 10000 windows of 16 and a tenth to measure on are needed"),
+    ({"seq_len": 128}, "--seq-len 128 is more than the model's context of 64"),
+    ({"batch": 10_000}, r"has \d+ tokens: a batch of 10000 sequences of 16 and a tenth to measure on are needed"),
     ({"batch": 0}, "batch must be at least 1, not 0"),
     ({"tokens": 0}, "tokens must be at least 1, not 0"),
     ({"ridge": 0.0}, "ridge must be from 1e-06 to 1000, not 0.0"),
@@ -351,22 +353,22 @@ def test_no_one_solution() -> None:
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"begin": "nothing"}, "no such folder: .*nothing; ladder fit makes one"),
-    ({"begin": "model"}, "is wired 'standard', not 'ladder': begin with weights of the same wiring"),
-    ({"begin": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
-    ({"begin": "fitted", "ranks": 2}, "is for 1 ranks, not 2: begin with weights for the same number"),
-    ({"begin": "empty"}, "empty has no config.json: begin with a finished model"),
-    ({"begin": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
-    ({"begin": "fitted", "staleness": 0.5}, "--begin is of the wiring already, where --staleness ends: leave one out"),
+    ({"init_from": "nothing"}, "no such folder: .*nothing; ladder fit makes one"),
+    ({"init_from": "model"}, "is wired 'standard', not 'ladder': name weights of the same wiring"),
+    ({"init_from": "fitted", "wiring": "ladder-2"}, "is wired 'ladder', not 'ladder-2'"),
+    ({"init_from": "fitted", "ranks": 2}, "is for 1 ranks, not 2: name weights for the same number"),
+    ({"init_from": "empty"}, "empty has no config.json: name a finished model"),
+    ({"init_from": "wide"}, "is of another model: its intermediate_size is 64, not 48"),
+    ({"init_from": "fitted", "staleness": 0.5}, "--init-from is of the wiring already, where --staleness ends"),
 ])  # fmt: skip
 def test_adapt_refuses(
     changes: dict[str, Any], message: str, model: Path, data: Path, fitted: Path, tmp_path: Path
 ) -> None:
     folders = {"model": model, "fitted": fitted, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty"}
     folders["empty"].mkdir()
-    if changes["begin"] == "wide":
+    if changes["init_from"] == "wide":
         folders["wide"] = tiny.model(tmp_path / "wide", data, intermediate_size=64)
-    changes = {**changes, "begin": folders[changes["begin"]]}
+    changes = {**changes, "init_from": folders[changes["init_from"]]}
     with pytest.raises(LadderError, match=message) as refused:
         adapt(AdaptOptions(str(model), tmp_path / "out", **changes), training(data), silent)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

@@ -20,12 +20,13 @@ from ladder.comm.distributed import Distributed
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
-from ladder.layers.loss import IGNORED, cross_entropy
 from ladder.model import Decoder
-from ladder.train.gradients import shard_gradients, sum_shared_gradients
+from ladder.train.loss import IGNORED
+from ladder.train.tensor_parallel.loss import cross_entropy
+from ladder.train.tensor_parallel.replicas import Replicas
 from tests.processes import run_processes
 from tests.recording import Event, Recording
-from tests.weights import TINY, Given, draw, joined, tiny
+from tests.weights import TINY, Given, draw, joined, shard_gradients, tiny
 
 LIMIT = 120.0  # seconds, for processes that would otherwise hang
 TOLERANCE = 1e-10
@@ -100,7 +101,7 @@ def trained(config: ModelConfig, weights: Named, comm: Comm) -> dict[str, Any]:
         optimizer.zero_grad()
         loss_ = cross_entropy(model.comm, model(tokens), targets, config.vocab)
         loss_.backward()  # type: ignore[no-untyped-call]
-        sum_shared_gradients(model)
+        Replicas(model).sum_gradients(list(shard_gradients(model)))
         if loss is None:
             loss, gradients = loss_.detach(), by_name(model)
         optimizer.step()
@@ -182,7 +183,7 @@ def test_a_step_leaves_copies_the_same(results: list[Any], case: tuple[str, str]
     shared = [name for name, place in first["places"].items() if second["places"].get(name) == place]
     kinds = {name.split(".")[-2] for name in shared}
     assert kinds >= {"input_layernorm", "post_attention_layernorm", "norm"}
-    assert ("k_proj" in kinds) == (config.kv_heads == 1) and ("q_norm" in kinds) == config.qk_norm
+    assert ("k_proj" in kinds) == (config.kv_heads == 1) and ("q_norm" in kinds) == bool(config.habits.qk_norm)
     for name in shared:
         assert torch.equal(first["after"][name], second["after"][name]), name
     for found in (first, second):
@@ -218,7 +219,7 @@ def test_more_ranks(worlds: dict[int, World], text: str, ranks: int) -> None:
 
 
 def test_without_the_sum_copies_have_parts(worlds: dict[int, World]) -> None:
-    """What `sum_shared_gradients` is for: a rank by itself finds something else."""
+    """What `Replicas.sum_gradients` is for: a rank by itself finds something else."""
     config, weights = settings("one_kv_head", "ladder")
 
     def part(comm: Comm) -> Named:

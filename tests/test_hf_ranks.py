@@ -21,11 +21,10 @@ from ladder.errors import LadderError
 from ladder.hf import restale, rewire
 from ladder.hf.layer import Once, Share
 from ladder.model import Decoder
-from ladder.train.gradients import shard_gradients
 from tests import oracle
 from tests.hosts import LAYERS, _attention, _mlp, host
 from tests.test_hf import assert_same, close, loss_and_gradients, padded, tokens, training_loss
-from tests.weights import Given, joined
+from tests.weights import Given, joined, shard_gradients
 
 SAME = ("ladder", "parallel", "ladder-2", "standard:2 ladder:2")  # at every degree
 DRIFTING = (

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from ladder.hf import rewire
-from ladder.train.flops import operations
+from ladder.train.log import operations
 from ladder.train.side import SideConfig, SideModel
 from tests import training as tiny
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ladder.cli import main
-from ladder.comm.base import Seat
+from ladder.comm.base import RankOnly
 from ladder.comm.link import LINKS, Link
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
@@ -114,7 +114,7 @@ FAMILIES = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_costs_are_those_of_the_decoder(config: ModelConfig, tp: int, dtype: str) -> None:
     """Bytes and operations by formula, against the tensors of the first rank."""
-    model = Decoder(config, Seat(0, tp), "meta", getattr(torch, dtype))
+    model = Decoder(config, RankOnly(0, tp), "meta", getattr(torch, dtype))
     cache = model.new_cache(3, 40)
     costs = RankCosts(config, tp, ELEMENT_BYTES[dtype])
     weights = {name: weight.nbytes for name, weight in model.named_parameters()}

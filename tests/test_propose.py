@@ -11,7 +11,7 @@ from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import Deployment, predict
 from ladder.scan.probe import Damage
-from ladder.scan.propose import Machine, propose, size_between, size_for
+from ladder.scan.propose import TargetMachine, propose, size_between, size_for
 from ladder.scan.scan import Scan, sizes
 from ladder.wiring import Wiring
 
@@ -91,8 +91,8 @@ def test_a_speed_gives_the_smallest_set_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["ladder", "standard:48 ladder:32", "ladder@1,5-9,70", "ladder-2@40-79"])
-@pytest.mark.parametrize("machine", [Machine(), Machine("h200", 4, "50us,10GB/s", 16)])
-def test_the_speed_is_what_ladder_plan_says(pattern: str, machine: Machine) -> None:
+@pytest.mark.parametrize("machine", [TargetMachine(), TargetMachine("h200", 4, "50us,10GB/s", 16)])
+def test_the_speed_is_what_ladder_plan_says(pattern: str, machine: TargetMachine) -> None:
     config = ModelConfig.named("llama-3-70b")
     where = (machine.chip, machine.tp, machine.link, machine.requests, 1024, 512)
     standard, wired = (predict(Deployment("llama-3-70b", *where, each))["tpot_ms"] for each in ("standard", pattern))
@@ -104,14 +104,14 @@ def test_the_speed_is_what_ladder_plan_says(pattern: str, machine: Machine) -> N
 def test_refused_machines() -> None:
     config = ModelConfig.named("llama-3-70b")
     for machine, sentence in (
-        (Machine(tp=7), "7 ranks cannot share"),
-        (Machine(tp=0), "tp must be from 1"),
-        (Machine(requests=0), "requests must be from 1"),
-        (Machine(chip="h1000"), "unknown chip 'h1000'"),
-        (Machine(link="nvlink"), "unknown link 'nvlink'"),
-        (Machine(tp=1), "needs 141.6 GB on each h100"),
+        (TargetMachine(tp=7), "7 ranks cannot share"),
+        (TargetMachine(tp=0), "tp must be from 1"),
+        (TargetMachine(requests=0), "requests must be from 1"),
+        (TargetMachine(chip="h1000"), "unknown chip 'h1000'"),
+        (TargetMachine(link="nvlink"), "unknown link 'nvlink'"),
+        (TargetMachine(tp=1), "needs 141.6 GB on each h100"),
     ):
         with pytest.raises(LadderError, match=re.escape(sentence)):
             machine.predictor(config)
     short = replace(config, context=300)  # a plan for as much as the model can see
-    assert Machine().predictor(short)(Wiring(("ladder",) * 80)) > 1
+    assert TargetMachine().predictor(short)(Wiring(("ladder",) * 80)) > 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance, perplexity
-from ladder.scan.scan import Scan, extended, rows_of, scan, sizes, windows_of
+from ladder.scan.scan import Scan, extend, fit_sequences, scan, scan_sequences, sizes
 from ladder.scan.solve import solve
 from ladder.wiring import Wiring
 from tests.hosts import host, oracle
@@ -112,7 +112,7 @@ def test_as_ladder_eval_measures_it(windows: Tensor) -> None:
     """The same text in the same windows, and all layers are `ladder`."""
     tokens, model, wired = windows.flatten()[:31].tolist(), host("llama"), rewire(host("llama"), "ladder")
     for begin in (None, 1):
-        found = scan(model, windows_of(tokens, 10, 35, begin), points=1)
+        found = scan(model, scan_sequences(tokens, 10, 35, begin), points=1)
         expected = distance(wired, model, tokens, window=10, begin=begin)
         for damage in (found.grown[-1], found.last[-1]):
             assert damage.layers == (0, 1, 2, 3) and damage.wiring == "ladder"
@@ -134,7 +134,7 @@ def test_what_a_fit_leaves(model: Any, windows: Tensor) -> None:
     told: list[tuple[int, int, str]] = []
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     found = scan(model, windows, points=1, batch=30, fit=rows, progress=lambda *news: told.append(news))
-    found = extended(model, windows, found, 3, 30, None, rows)
+    found = extend(model, windows, found, 3, 30, None, rows)
     assert [len(damage.layers) for damage in found.grown] == [1, 2, 3, 4]
     assert looks(model) == before and all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert (found.fitted, bare.fitted, found.original) == (720, 0, bare.original)
@@ -152,13 +152,13 @@ def test_what_a_fit_leaves(model: Any, windows: Tensor) -> None:
 
 def test_rows_to_fit_on() -> None:
     text = list(range(100))
-    windows = windows_of(text, 5, 12)
-    assert rows_of(text, windows, 25, 2).tolist() == [list(range(at, at + 5)) for at in (11, 16, 21, 26)]
-    assert rows_of(text, windows, 10**6, 2)[:, 0].tolist() == list(range(11, 91, 5))
-    assert rows_of(text, windows, 10, 2, begin=1).tolist() == [[1, 12, 13, 14, 15], [1, 17, 18, 19, 20]]
+    windows = scan_sequences(text, 5, 12)
+    assert fit_sequences(text, windows, 25, 2).tolist() == [list(range(at, at + 5)) for at in (11, 16, 21, 26)]
+    assert fit_sequences(text, windows, 10**6, 2)[:, 0].tolist() == list(range(11, 91, 5))
+    assert fit_sequences(text, windows, 10, 2, begin=1).tolist() == [[1, 12, 13, 14, 15], [1, 17, 18, 19, 20]]
     for most, words in ((9, text), (50, text[:20])):
-        with pytest.raises(LadderError, match="a fit takes 10 tokens at least, a batch of windows, behind the 11"):
-            rows_of(words, windows, most, 2)
+        with pytest.raises(LadderError, match="a fit takes 10 tokens at least, a batch of sequences, behind the 11"):
+            fit_sequences(words, windows, most, 2)
 
 
 def looks(model: Any) -> list[Any]:
@@ -227,20 +227,20 @@ def test_sizes_and_windows() -> None:
     assert sizes(7, 3) == [1, 3, 4, 5, 7] and sizes(4, 8) == [1, 2, 3, 4] and sizes(1, 8) == [1]
     assert sizes(5, 0) == [1, 2, 3, 4, 5] and sizes(9, 1) == [1, 5, 9]
     text = list(range(50, 61))
-    assert windows_of(text, 5, 100).tolist() == [text[0:6], text[5:11]]
-    assert windows_of(text, 5, 9).tolist() == [text[0:6]]
-    assert windows_of(text, 5, 10, begin=1).tolist() == [[1, *text[1:6]], [1, *text[6:11]]]
-    for most, words, sentence in ((4, text, "4 tokens are less than a window of 5"), (9, text[:5], "has 5 tokens")):
+    assert scan_sequences(text, 5, 100).tolist() == [text[0:6], text[5:11]]
+    assert scan_sequences(text, 5, 9).tolist() == [text[0:6]]
+    assert scan_sequences(text, 5, 10, begin=1).tolist() == [[1, *text[1:6]], [1, *text[6:11]]]
+    for most, words, sentence in ((4, text, "4 tokens are less than a sequence of 5"), (9, text[:5], "has 5 tokens")):
         with pytest.raises(LadderError, match=sentence):
-            windows_of(words, 5, most)
+            scan_sequences(words, 5, most)
 
 
 def test_one_more_size(model: Any, windows: Tensor, found: Scan) -> None:
     few = scan(model, windows, points=1)
     assert [len(damage.layers) for damage in few.grown] == [1, 2, 4]
-    more = extended(model, windows, few, 3)
+    more = extend(model, windows, few, 3)
     assert (more.grown, more.last) == (found.grown, found.last)
-    assert extended(None, windows, more, 3) is more
+    assert extend(None, windows, more, 3) is more
 
 
 def test_refused_scans(model: Any, windows: Tensor) -> None:
@@ -251,8 +251,8 @@ def test_refused_scans(model: Any, windows: Tensor) -> None:
         ("under standard already", model, windows, {"row": "ladder-0"}),
         ("points is -1", model, windows, {"points": -1}),
         ("batch is 0", model, windows, {"batch": 0}),
-        ("windows must be [n, length]", model, windows[0], {}),
-        ("windows must be [n, length]", model, windows[:, :1], {}),
+        ("sequences must be [n, length]", model, windows[0], {}),
+        ("sequences must be [n, length]", model, windows[:, :1], {}),
         ("tokens go up to 108", model, windows * 0 + 108, {}),
         ("window is 80 tokens", model, windows[:, :1].repeat(1, 81), {}),
         ("a transformers model is needed", torch.nn.Linear(1, 1), windows, {}),

@@ -20,8 +20,8 @@ from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
 from ladder.data.texts import tokenize
 from ladder.model import Decoder
-from ladder.scan.propose import Machine
-from ladder.scan.scan import scan, sizes, windows_of
+from ladder.scan.propose import TargetMachine
+from ladder.scan.scan import scan, scan_sequences, sizes
 from ladder.wiring import Wiring
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.naive import WORDS
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_json_lines(run: Run, folder: Path) -> None:
-    arguments = ["--data", folder / "text", "--window", 16, "--tokens", 50, "--points", 1, "--json"]
+    arguments = ["--data", folder / "text", "--seq-len", 16, "--tokens", 50, "--points", 1, "--json"]
     wishes = ["--budget", 1e-6, "--speed", 1.1, "--tp", 4, "--chip", "h200", "--link", "50us,10GB/s", "--requests", 2]
     status, out, err = run("scan", folder / "m", *arguments, *wishes)
     assert (status, err) == (0, "")
@@ -56,7 +56,7 @@ def test_json_lines(run: Run, folder: Path) -> None:
         assert (line["model"], line["tokens"]) == (str(folder / "m"), 48) and here.items() <= line.items()
     model = AutoModelForCausalLM.from_pretrained(folder / "m")
     tokens = byte_tokenizer()(2 * WORDS)["input_ids"]
-    found = scan(model, windows_of(tokens, 16, 50), points=0)
+    found = scan(model, scan_sequences(tokens, 16, 50), points=0)
     sampled = [curve[at] for curve in (found.grown, found.last) for at in (0, 1, 3)]
     told = [*found.alone, *sampled, found.grown[2], found.last[2]]
     for line, damage in zip(lines, told, strict=False):
@@ -64,7 +64,7 @@ def test_json_lines(run: Run, folder: Path) -> None:
         assert line["kl"] == pytest.approx(damage.kl, rel=1e-5)
         assert line["original_perplexity"] == pytest.approx(found.original.perplexity, rel=1e-5)
     proposal = lines[-1]
-    predicted = Machine("h200", 4, "50us,10GB/s", 2).predictor(replace(ModelConfig.named("tiny"), context=64))
+    predicted = TargetMachine("h200", 4, "50us,10GB/s", 2).predictor(replace(ModelConfig.named("tiny"), context=64))
     smallest = next(d for d in found.grown if predicted(Wiring.parse(d.wiring, 4)) >= 1.1)
     assert len(proposal["layers"]) == len(smallest.layers) == 3
     assert proposal["predicted_speed"] == pytest.approx(predicted(Wiring.parse(proposal["wiring"], 4)))
@@ -74,7 +74,7 @@ def test_json_lines(run: Run, folder: Path) -> None:
 
 def test_fitted_sets(run: Run, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "long").write_text(20 * WORDS)
-    arguments = ["--data", tmp_path / "long", "--window", 16, "--tokens", 64, "--points", 1, "--batch", 16]
+    arguments = ["--data", tmp_path / "long", "--seq-len", 16, "--tokens", 64, "--points", 1, "--batch", 16]
     found = {}
     for fit in ([], ["--fit", 1300]):
         status, out, err = run("scan", folder / "m", *arguments, *fit, "--json")
@@ -99,7 +99,7 @@ def test_a_fitted_set_is_told_before_the_next_is_fitted(
         return model
 
     monkeypatch.setattr("ladder.scan.probe.solve", solve)
-    arguments = ["--data", folder / "text", "--window", 16, "--tokens", 32, "--batch", 1, "--fit", 64, "--json"]
+    arguments = ["--data", folder / "text", "--seq-len", 16, "--tokens", 32, "--batch", 1, "--fit", 64, "--json"]
     status, out, _ = run("scan", folder / "m", *arguments)
     lines = [json.loads(line) for line in out.splitlines()]
     assert status == 130 and [(line["kind"], line["layers"]) for line in lines] == [("alone", [0]), ("alone", [1])]
@@ -110,7 +110,7 @@ def test_a_budget_measures_the_sizes_between(run: Run, folder: Path, tmp_path: P
     config = replace(ModelConfig.named("tiny"), layers=12, windows=(), wiring=Wiring(()), context=64)
     save(load(Decoder(config), Random(seed=5, deviation=0.1)), tmp_path / "m")
     byte_tokenizer().save_pretrained(tmp_path / "m")
-    scanned = ["scan", tmp_path / "m", "--data", folder / "text", "--window", 16, "--tokens", 32]
+    scanned = ["scan", tmp_path / "m", "--data", folder / "text", "--seq-len", 16, "--tokens", 32]
 
     def lines(*arguments: Any) -> dict[str, list[dict[str, Any]]]:
         status, out, err = run(*scanned, *arguments, "--json")
@@ -142,7 +142,7 @@ def test_texts_as_ladder_data_reads_them(run: Run, folder: Path, tmp_path: Path,
     raw = "".join(json.dumps({"body": text}) + "\n" for text in texts) if "jsonl" in name else "\n\n\n".join(texts)
     packers: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.compress, ".gz": gzip.compress, ".jsonl": bytes}
     (tmp_path / name).write_bytes(packers[Path(name).suffix](raw.encode()))
-    scanned = ["scan", folder / "m", "--window", 12, "--points", 1, "--json", "--field", "body", "--data"]
+    scanned = ["scan", folder / "m", "--seq-len", 12, "--points", 1, "--json", "--field", "body", "--data"]
     plain, found = (run(*scanned, tmp_path / file) for file in ("plain", name))
     assert found == plain and found[0] == 0
     assert json.loads(found[1].splitlines()[0])["tokens"] == (len("\n\n\n".join(texts)) - 1) // 12 * 12
@@ -150,7 +150,7 @@ def test_texts_as_ladder_data_reads_them(run: Run, folder: Path, tmp_path: Path,
 
 
 def test_tables_a_picture_and_a_pattern_to_paste(run: Run, folder: Path, tmp_path: Path) -> None:
-    arguments = ["scan", folder / "m", "--data", folder / "text", "--window", 16, "--tokens", 32, "--points", 1]
+    arguments = ["scan", folder / "m", "--data", folder / "text", "--seq-len", 16, "--tokens", 32, "--points", 1]
     status, out, err = run(*arguments, "--budget", 1e9, "--wiring", "parallel", "--plot", tmp_path / "scan.png")
     assert (status, err) == (0, "")
     assert out.startswith("m, standard: perplexity ") and "one layer" in out and "growing sets" in out
@@ -191,14 +191,14 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("no such file", None, ["--data", tmp_path / "missing.xz"]),
         ("a.xz cannot be read: Input format not supported", None, ["--data", tmp_path / "a.xz"]),
         ("its keys are 'body'; choose one with --field", None, ["--data", tmp_path / "a.jsonl"]),
-        ("the text has 10 tokens, a window of 64 needs 65", None, ["--data", tmp_path / "short"]),
-        ("window is 65 tokens", None, ["--window", 65]),
-        ("50 tokens are less than a window of 64", None, ["--tokens", 50]),
+        ("the text has 10 tokens, a sequence of 64 needs 65", None, ["--data", tmp_path / "short"]),
+        ("window is 65 tokens", None, ["--seq-len", 65]),
+        ("50 tokens are less than a sequence of 64", None, ["--tokens", 50]),
         ("tokens is 0", None, ["--tokens", 0]),
         ("batch is 0", None, ["--batch", 0]),
         ("points is -1", None, ["--points", -1]),
         ("fit is 0", None, ["--fit", 0]),
-        ("a fit takes 512 tokens at least, a batch of windows, behind the", None, ["--fit", 511]),
+        ("a fit takes 512 tokens at least, a batch of sequences, behind the", None, ["--fit", 511]),
         ("--fit is for a model that was trained as standard", wired, ["--fit", 512]),
         ("unknown wiring 'stairs'", None, ["--wiring", "stairs"]),
         ("unknown wiring 'ladder:4'", None, ["--wiring", "ladder:4"]),

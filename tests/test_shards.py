@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ladder.data.shards import Shards, Windows, Writer
+from ladder.data.shards import Sequences, Shards, ShardWriter
 from ladder.data.texts import tokenize
 from ladder.errors import LadderError
 from tests.checkpoints import byte_tokenizer
@@ -23,7 +23,7 @@ from tests.test_data import write
 def hundred(tmp_path_factory: pytest.TempPathFactory) -> Shards:
     """The tokens 0 to 99 in shards of 8."""
     folder = tmp_path_factory.mktemp("hundred")
-    with Writer(folder, 100, 8) as writer:
+    with ShardWriter(folder, 100, 8) as writer:
         writer.add(range(100))
         writer.finish(eos=0, fingerprint="f", documents=1, bytes=100)
     return Shards.open(folder)
@@ -32,10 +32,10 @@ def hundred(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 def test_windows(hundred: Shards) -> None:
     rows = np.arange(99).reshape(9, 11).tolist()
     for windows, expected in (
-        (Windows(hundred, 11), rows),
-        (Windows(hundred, 11, skip=4), rows[4:]),
-        (Windows(hundred, 11, skip=2, limit=3), rows[2:5]),
-        (Windows(hundred, 11, limit=50), rows),
+        (Sequences(hundred, 11), rows),
+        (Sequences(hundred, 11, skip=4), rows[4:]),
+        (Sequences(hundred, 11, skip=2, limit=3), rows[2:5]),
+        (Sequences(hundred, 11, limit=50), rows),
     ):
         assert len(windows) == len(expected)
         assert [item["input_ids"].tolist() for item in _items(windows)] == expected
@@ -43,19 +43,19 @@ def test_windows(hundred: Shards) -> None:
         assert windows[-1]["input_ids"].tolist() == expected[-1]
     for wrong in (9, -10):
         with pytest.raises(IndexError):
-            Windows(hundred, 11)[wrong]
+            Sequences(hundred, 11)[wrong]
     for start, count in ((-1, 2), (99, 2), (0, 101)):
         with pytest.raises(IndexError):
             hundred.read(start, count)
 
 
-def _items(windows: Windows) -> Iterator[dict[str, torch.Tensor]]:
+def _items(windows: Sequences) -> Iterator[dict[str, torch.Tensor]]:
     return (windows[index] for index in range(len(windows)))
 
 
 def test_windows_travel_to_workers(hundred: Shards) -> None:
     """Pickled without their open files, and read by processes that were started afresh."""
-    windows = Windows(hundred, 8)
+    windows = Sequences(hundred, 8)
     assert windows[0] and hundred._maps and not pickle.loads(pickle.dumps(hundred))._maps
     loader = DataLoader(windows, batch_size=5, num_workers=2, multiprocessing_context="spawn")
     found = torch.cat([batch["labels"] for batch in loader])
@@ -127,16 +127,16 @@ def test_an_id_in_the_middle_and_a_shard_that_vanished(tmp_path: Path, monkeypat
         again.read(30, 10)
 
 
-def test_refused_windows_and_models(hundred: Shards) -> None:
+def test_refused_sequences_and_models(hundred: Shards) -> None:
     for message, arguments in (
-        ("100 tokens, fewer than one window of 101", (101,)),
-        ("9 windows of 11 tokens: none is left after 9", (11, 9)),
-        ("no such windows", (0,)),
-        ("no such windows", (5, -1)),
-        ("no such windows", (5, 0, 0)),
+        ("100 tokens, fewer than one sequence of 101", (101,)),
+        ("9 sequences of 11 tokens: none is left after 9", (11, 9)),
+        ("no such sequences", (0,)),
+        ("no such sequences", (5, -1)),
+        ("no such sequences", (5, 0, 0)),
     ):
         with pytest.raises(LadderError, match=message):
-            Windows(hundred, *arguments)
+            Sequences(hundred, *arguments)
     hundred.check_tokenizer("f", "MODEL")
     hundred.check_vocab(100, "MODEL")
     with pytest.raises(LadderError, match=r"another tokenizer than MODEL's: run ladder data .*--tokenizer MODEL"):

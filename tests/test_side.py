@@ -16,7 +16,7 @@ from ladder.hf import restale, rewire
 from ladder.hf.harness import Harness
 from ladder.hf.measures import distance
 from ladder.train.side import SideConfig, SideModel
-from ladder.train.side_layer import visible
+from ladder.train.side.network import attention_mask
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.hosts import CONFIGS, LAYERS, host
 from tests.test_hf import close, tokens
@@ -243,8 +243,8 @@ def test_padding_and_packing_are_as_if_alone() -> None:
 
 
 def test_who_sees_whom() -> None:
-    assert visible(4, None, None) is None and visible(4, torch.ones(2, 4), torch.arange(4)[None]) is None
-    found = visible(4, torch.tensor([[0, 1, 1, 0]]), torch.tensor([[1, 0, 1, 0]]))
+    assert attention_mask(4, None, None) is None and attention_mask(4, torch.ones(2, 4), torch.arange(4)[None]) is None
+    found = attention_mask(4, torch.tensor([[0, 1, 1, 0]]), torch.tensor([[1, 0, 1, 0]]))
     assert found is not None and found.shape == (1, 1, 4, 4)
     assert found[0, 0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
 

@@ -98,7 +98,7 @@ def test_eval_takes_it_for_a_model(
     text.write_text(data.with_suffix(".txt").read_text()[:1500])
 
     def told(*flags: object) -> dict[str, dict[str, float]]:
-        status, lines, err = run("eval", *flags, "--text", text, "--window", tiny.WINDOW, "--json")
+        status, lines, err = run("eval", *flags, "--text", text, "--window", tiny.SEQ_LEN, "--json")
         assert status == 0, err
         found: dict[str, dict[str, float]] = {}
         for line in map(json.loads, lines.splitlines()):
@@ -111,7 +111,7 @@ def test_eval_takes_it_for_a_model(
     load = AutoModelForCausalLM.from_pretrained
     ids = AutoTokenizer.from_pretrained(origin)(text.read_text())["input_ids"]
     whole = SideModel.load(out, rewire(load(origin), "ladder"))
-    expected = distance(whole, load(origin), ids, window=tiny.WINDOW)
+    expected = distance(whole, load(origin), ids, window=tiny.SEQ_LEN)
     assert found[str(out)]["kl"] == pytest.approx(expected.kl.value, rel=1e-5)
     assert found[str(out)]["perplexity"] == pytest.approx(expected.perplexity.value, rel=1e-5)
     assert found[str(out)]["kl"] < 0.95 * found[str(tmp_path / "rewired")]["kl"]

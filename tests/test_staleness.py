@@ -4,24 +4,25 @@ import itertools
 
 import pytest
 
-from ladder.train.staleness import WAYS, Moving
+from ladder.train.options import STALENESS_WAYS
+from ladder.train.trainer import StalenessSchedule
 
 STEPS, COUNT, WIRED = 40, 9, (2, 3, 5, 6, 7, 8)
 
 
-def moving(way: str, seed: int = 1) -> Moving:
-    return Moving(STEPS, way, WIRED, COUNT, seed)
+def schedule(way: str, seed: int = 1) -> StalenessSchedule:
+    return StalenessSchedule(STEPS, way, WIRED, COUNT, seed)
 
 
 def values(way: str, step: int) -> list[float]:
-    found = moving(way).at(step)
+    found = schedule(way).at(step)
     return found if isinstance(found, list) else [found] * COUNT
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", STALENESS_WAYS)
 def test_from_the_original_to_the_wiring(way: str) -> None:
     assert [values(way, 0)[index] for index in WIRED] == [0.0] * len(WIRED)
-    assert moving(way).at(STEPS) == moving(way).at(10 * STEPS) == 1.0
+    assert schedule(way).at(STEPS) == schedule(way).at(10 * STEPS) == 1.0
     rows = [values(way, step) for step in range(STEPS + 1)]
     assert all(len(row) == COUNT and all(0 <= value <= 1 for value in row) for row in rows)
     if way != "together":
@@ -43,7 +44,7 @@ def test_one_after_the_other(way: str, order: tuple[int, ...]) -> None:
 
 def test_by_chance() -> None:
     """Whole or not at all, as often as its share, the same again for a seed and a step and for no other."""
-    rows = [[moving("chance", seed).at(10) for seed in range(300)] for _ in range(2)]
+    rows = [[schedule("chance", seed).at(10) for seed in range(300)] for _ in range(2)]
     assert rows[0] == rows[1]
     drawn = [row[index] for row in rows[0] if isinstance(row, list) for index in WIRED]
     assert set(drawn) == {0.0, 1.0} and sum(drawn) / len(drawn) == pytest.approx(0.25, abs=0.05)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ladder.data.shards import Shards, Windows
+from ladder.data.shards import Sequences, Shards
 from ladder.errors import LadderError
 from ladder.train import teacher
 from ladder.train.distill import adapt
 from ladder.train.options import AdaptOptions
-from ladder.train.teacher import Questions, Ranks
+from ladder.train.teacher import CacheBuilder, RankGroup
 from tests import training as tiny
-from tests.training import WINDOW, Stop, adapting, log, same, silent, until, weights
+from tests.training import SEQ_LEN, Stop, adapting, log, same, silent, until, weights
 
 TOP = 3
 
@@ -42,8 +42,8 @@ class Original:
 
 
 @pytest.fixture
-def windows(data: Path) -> Windows:
-    return Windows(Shards.open(data), WINDOW)
+def sequences(data: Path) -> Sequences:
+    return Sequences(Shards.open(data), SEQ_LEN)
 
 
 @pytest.fixture
@@ -52,26 +52,26 @@ def original() -> Original:
 
 
 @pytest.fixture
-def ask(windows: Windows, original: Original, tmp_path: Path) -> Callable[..., Any]:
-    def ask(
-        folder: str = "teacher", count: int = TOP, progress: Any = silent, asked: Any = windows, weights: str = "a",
-        ranks: Ranks | None = None,
+def build(sequences: Sequences, original: Original, tmp_path: Path) -> Callable[..., Any]:
+    def build(
+        folder: str = "teacher", count: int = TOP, progress: Any = silent, asked: Any = sequences, weights: str = "a",
+        ranks: RankGroup | None = None,
     ) -> Any:  # fmt: skip
-        questions = Questions(asked, tmp_path / folder, count, {"weights": weights}, ranks)
+        builder = CacheBuilder(asked, tmp_path / folder, count, {"weights": weights}, ranks)
         if ranks is not None:
-            ranks.meet()
-        return questions.answers(original, progress)
+            ranks.barrier()
+        return builder.build(original, progress)
 
-    return ask
+    return build
 
 
-def together(count: int, work: Callable[[Ranks], Any]) -> list[str]:
+def together(count: int, work: Callable[[RankGroup], Any]) -> list[str]:
     """What became of each rank: the sentence that it was refused with, or how it ended."""
     barrier, ended = threading.Barrier(count, timeout=60), [""] * count
 
     def rank(number: int) -> None:
         try:
-            work(Ranks(number, count, barrier.wait))
+            work(RankGroup(number, count, barrier.wait))
             ended[number] = "well"
         except (Stop, LadderError, threading.BrokenBarrierError) as error:
             barrier.abort()
@@ -89,37 +89,37 @@ def files(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("logs.bin", "ids.bin")]
 
 
-def test_the_likeliest_tokens(ask: Callable[..., Any], windows: Windows, original: Original) -> None:
-    found = ask()
-    for row in (0, 5, len(windows) - 1):
-        said = original.model(input_ids=windows[row]["input_ids"][None]).logits[0].log_softmax(-1)
+def test_the_likeliest_tokens(build: Callable[..., Any], sequences: Sequences, original: Original) -> None:
+    found = build()
+    for row in (0, 5, len(sequences) - 1):
+        said = original.model(input_ids=sequences[row]["input_ids"][None]).logits[0].log_softmax(-1)
         logs, ids = said.topk(TOP)
-        assert torch.equal(found[row]["teacher_ids"].long(), ids) and len(found) == len(windows)
-        torch.testing.assert_close(found[row]["teacher_logs"].float(), logs, rtol=1e-3, atol=1e-2)
+        assert torch.equal(found[row]["teacher_ids"].long(), ids) and len(found) == len(sequences)
+        torch.testing.assert_close(found[row]["teacher_log_probs"].float(), logs, rtol=1e-3, atol=1e-2)
 
 
-def test_asked_once(ask: Callable[..., Any], original: Original, windows: Windows, tmp_path: Path) -> None:
+def test_asked_once(build: Callable[..., Any], original: Original, sequences: Sequences, tmp_path: Path) -> None:
     """Not even loaded where its answers are there; other answers, and such as were cut, are refused."""
-    first, again = ask(), ask()
+    first, again = build(), build()
     assert original.loads == 1 and torch.equal(first[3]["teacher_ids"], again[3]["teacher_ids"])
     assert {file.name for file in (tmp_path / "teacher").iterdir()} == {"logs.bin", "ids.bin", "teacher.json", "lock"}
-    others = Windows(Shards.open(tiny.tokens(tmp_path / "other", seed=2)), WINDOW, limit=len(first))
+    others = Sequences(Shards.open(tiny.tokens(tmp_path / "other", seed=2)), SEQ_LEN, limit=len(first))
     assert len(others) == len(first)
     for change, fact in (
         ({"weights": "b"}, "weights a instead of b"),
         ({"count": 4}, "top 3"),
         ({"asked": others}, "sample"),
     ):
-        with pytest.raises(LadderError, match=f"teacher holds other answers, of {fact}.*: name another --teacher"):
-            ask(**change)
+        with pytest.raises(LadderError, match=f"teacher is another cache, of {fact}.*: name another --teacher"):
+            build(**change)
     os.truncate(tmp_path / "teacher/logs.bin", 100)
     with pytest.raises(LadderError, match="teacher is damaged: remove it"):
-        Questions(windows, tmp_path / "teacher", TOP, {"weights": "a"})
+        CacheBuilder(sequences, tmp_path / "teacher", TOP, {"weights": "a"})
     assert original.loads == 1
 
 
 def test_what_is_refused_is_refused_before_anything_is_written(
-    windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "foreign").mkdir()
@@ -128,97 +128,97 @@ def test_what_is_refused_is_refused_before_anything_is_written(
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "closed")
     before = sorted(tmp_path.rglob("*"))
     for name, count, sentence in (
-        ("new", 10**12, r"the teacher's answers need .* GB, the disk has .* GB: lower --teacher-top"),
+        ("new", 10**12, r"the teacher's cache needs .* GB, the disk has .* GB: lower --teacher-top"),
         ("file", 1, "file cannot be made: .*file is a file"),
         ("file/deep", 1, "deep cannot be made: .*file is a file"),
         ("closed/deep", 1, "deep cannot be written: nothing can be made in .*closed"),
-        ("foreign", 1, "foreign holds something else than a teacher's answers: name another --teacher"),
+        ("foreign", 1, "foreign holds something else than a teacher's cache: name another --teacher"),
     ):
         with pytest.raises(LadderError, match=sentence):
-            Questions(windows, tmp_path / name, count, {})
+            CacheBuilder(sequences, tmp_path / name, count, {})
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "foreign/ids.bin").read_text() == "precious"
 
 
 def test_goes_on_where_it_was_stopped(
-    ask: Callable[..., Any], original: Original, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., Any], original: Original, sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is safe on the disk is not asked again; what is begun is not taken for other answers."""
-    ask("whole")
-    monkeypatch.setattr(teacher, "_SAFE", 2)
+    build("whole")
+    monkeypatch.setattr(teacher, "_FLUSH_EVERY", 2)
     original.rows = 0
     with pytest.raises(Stop):
-        ask(progress=until(5 * 8, asking=True))
+        build(progress=until(5 * 8, building=True))
     assert original.rows == 5 * 8 and not (tmp_path / "teacher/teacher.json").exists()
-    with pytest.raises(LadderError, match="holds other answers, of weights a instead of b"):
-        ask(weights="b")
+    with pytest.raises(LadderError, match="is another cache, of weights a instead of b"):
+        build(weights="b")
     original.rows = 0
-    ask()
-    assert original.rows == len(windows) - 4 * 8 and files(tmp_path / "teacher") == files(tmp_path / "whole")
+    build()
+    assert original.rows == len(sequences) - 4 * 8 and files(tmp_path / "teacher") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("size", [None, 0, 2])
 def test_an_account_that_was_cut_is_none(
-    size: int | None, ask: Callable[..., Any], original: Original, windows: Windows, tmp_path: Path,
+    size: int | None, build: Callable[..., Any], original: Original, sequences: Sequences, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """All is asked anew; nothing that was not answered is taken for an answer."""
-    ask("whole")
-    monkeypatch.setattr(teacher, "_SAFE", 1)
+    build("whole")
+    monkeypatch.setattr(teacher, "_FLUSH_EVERY", 1)
     with pytest.raises(Stop):
-        ask(progress=until(5 * 8, asking=True))
+        build(progress=until(5 * 8, building=True))
     account = tmp_path / "teacher/answered.bin"
     account.unlink() if size is None else os.truncate(account, size)
     original.rows = 0
-    ask()
-    assert original.rows == len(windows) and files(tmp_path / "teacher") == files(tmp_path / "whole")
+    build()
+    assert original.rows == len(sequences) and files(tmp_path / "teacher") == files(tmp_path / "whole")
 
 
-def test_what_an_earlier_version_left(ask: Callable[..., Any], original: Original, tmp_path: Path) -> None:
+def test_what_an_earlier_version_left(build: Callable[..., Any], original: Original, tmp_path: Path) -> None:
     """Its answers are taken, as far as it noted what they are; what it had begun is begun anew."""
     known = tmp_path / "teacher/teacher.json"
-    ask()
+    build()
     facts = json.loads(known.read_text())
     known.write_text(json.dumps({"model": "m", **{name: facts[name] for name in ("top", "windows", "window")}}))
-    ask()
+    build()
     assert original.loads == 1
     known.unlink()
     (tmp_path / "teacher/lock").unlink()
     (tmp_path / "teacher/asked.json.partial").write_text("{")  # of this version, killed as it began
-    ask()
+    build()
     assert original.loads == 2 and json.loads(known.read_text()) == facts
 
 
 def test_ranks_share_the_questions(
-    ask: Callable[..., Any], original: Original, windows: Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., Any], original: Original, sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of them, after two of which were stopped; the answers are those of one."""
-    ask("whole")
-    monkeypatch.setattr(teacher, "_SAFE", 1)
+    build("whole")
+    monkeypatch.setattr(teacher, "_FLUSH_EVERY", 1)
     original.rows = 0
-    ended = together(2, lambda ranks: ask(ranks=ranks, progress=until(64, asking=True)))
-    assert "Stop" in ended and "well" not in ended and 0 < original.rows < len(windows)
-    assert together(3, lambda ranks: ask(ranks=ranks)) == ["well"] * 3
+    ended = together(2, lambda ranks: build(ranks=ranks, progress=until(64, building=True)))
+    assert "Stop" in ended and "well" not in ended and 0 < original.rows < len(sequences)
+    assert together(3, lambda ranks: build(ranks=ranks)) == ["well"] * 3
     assert files(tmp_path / "teacher") == files(tmp_path / "whole")
-    assert len(windows) <= original.rows <= len(windows) + 2 * 8  # what was under way was asked again
+    assert len(sequences) <= original.rows <= len(sequences) + 2 * 8  # what was under way was asked again
 
 
-def test_ranks_that_do_not_see_each_other(ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_ranks_that_do_not_see_each_other(build: Callable[..., Any], tmp_path: Path) -> None:
     """Each on a disk of its own; nobody takes a part for the whole."""
-    ended = together(2, lambda ranks: ask(str(ranks.rank), ranks=ranks))
+    ended = together(2, lambda ranks: build(str(ranks.rank), ranks=ranks))
     assert ended[1].endswith("as others do: all machines must") and ended[0] == "BrokenBarrierError"
-    with pytest.raises(LadderError, match=r"some ranks' answers are not in .*: all machines must see it"):
-        ask(ranks=Ranks(0, 2))
-    assert not [*tmp_path.glob("*/teacher.json")] and len(ask())
+    with pytest.raises(LadderError, match=r"some ranks' results are not in .*: all machines must see it"):
+        build(ranks=RankGroup(0, 2))
+    assert not [*tmp_path.glob("*/teacher.json")] and len(build())
 
 
-def test_one_run_at_a_time(ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_one_run_at_a_time(build: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "teacher").mkdir()
     with (tmp_path / "teacher/lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        ended = together(2, lambda ranks: ask(ranks=ranks))
-        assert len([told for told in ended if told.startswith("another run is asking the original for")]) == 2
+        ended = together(2, lambda ranks: build(ranks=ranks))
+        assert len([told for told in ended if told.startswith("another run is building the teacher's cache")]) == 2
         assert ended[0].endswith("teacher: wait until it has")
-    assert len(ask())
+    assert len(build())
 
 
 def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None:
@@ -227,14 +227,14 @@ def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None
     for number, said in enumerate(told):
         options = AdaptOptions(str(model), tmp_path / str(number), teacher_top=8, teacher=tmp_path / "shared")
         adapt(options, adapting(data, 8), lambda done, total, what, said=said: said.append(what))  # type: ignore[misc]
-    assert ["asking the original" in said for said in told] == [True, False]
+    assert ["running the original" in said for said in told] == [True, False]
     assert log(tmp_path / "0") == log(tmp_path / "1") and same(weights(tmp_path / "0"), weights(tmp_path / "1"))
     assert not (tmp_path / "0" / "teacher").exists()
     for folder, changes, sentence in (
-        ("shared", {"batch": 4}, r"shared holds other answers, of .*: name another --teacher"),
+        ("shared", {"batch": 4}, r"shared is another cache, of .*: name another --teacher"),
         ("shared", {"dtype": "bfloat16"}, "of dtype float32 instead of bfloat16"),
         ("2", {}, "2 is where the run goes: name another --teacher"),
-        ("0", {}, "0 holds something else than a teacher's answers"),
+        ("0", {}, "0 holds something else than a teacher's cache"),
     ):
         with pytest.raises(LadderError, match=sentence):
             adapt(
@@ -245,7 +245,7 @@ def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None
 
 
 def test_two_processes(model: Path, data: Path, tmp_path: Path) -> None:
-    """As torchrun starts them: they ask together, and learn what one learns."""
+    """As torchrun starts them: they build together, and learn what one learns."""
     one, two = (AdaptOptions(str(model), tmp_path / name, teacher_top=8) for name in ("one", "two"))
     adapt(one, adapting(data, 8), silent)
     assert tiny.end(tiny.start("adapt", two, adapting(data, 8), ranks=2)) == [0, 0]

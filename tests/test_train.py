@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 
 import ladder.hf
 from ladder.config import SIZES, ModelConfig
-from ladder.data.shards import Shards, Spread
+from ladder.data.shards import EvenSample, Shards
 from ladder.errors import LadderError
 from ladder.train import folder as place
 from ladder.train import log as told
 from ladder.train import trainer as module
 from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.recipes import RECIPES, Recipe
-from ladder.train.scratch import born, train
-from ladder.train.work import Data
+from ladder.train.run import TrainingData
+from ladder.train.scratch import new_model, train
 from tests import training as tiny
-from tests.training import BATCH, WINDOW, Stop, log, same, silent, training, until, weights
+from tests.training import BATCH, SEQ_LEN, Stop, log, same, silent, training, until, weights
 
 assert ladder.hf
 STEPS = 20
@@ -47,7 +47,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 def nats(model: Any, data: Path, rows: int) -> float:
     """Of the first windows, each token of a window but its first."""
-    ids = Shards.open(data).read(0, rows * WINDOW).view(rows, WINDOW)
+    ids = Shards.open(data).read(0, rows * SEQ_LEN).view(rows, SEQ_LEN)
     with torch.no_grad():
         logits = model.eval()(input_ids=ids).logits
     return float(F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten()))
@@ -58,7 +58,7 @@ def nats(model: Any, data: Path, rows: int) -> float:
 
 def test_learns_logs_and_tells(data: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    options = training(data, 23, valid=data, eval_tokens=10 * WINDOW, log_every=4)
+    options = training(data, 23, valid=data, eval_tokens=10 * SEQ_LEN, log_every=4)
     found = train(ScratchOptions(tmp_path / "out", size="tiny"), options, lambda *what: told.append(what))
     seen = lines(tmp_path / "out")
     losses = [line for line in seen if "loss" in line]
@@ -66,12 +66,12 @@ def test_learns_logs_and_tells(data: Path, tmp_path: Path) -> None:
     assert losses[-1]["loss"] < losses[0]["loss"] - 1
     for line in losses:
         assert {"learning_rate", "grad_norm", "epoch"} <= line.keys() and line["tokens_per_s"] > 0
-        assert line["tokens"] == line["step"] * WINDOW * BATCH and "staleness" not in line
+        assert line["tokens"] == line["step"] * SEQ_LEN * BATCH and "staleness" not in line
     evaluations = [line for line in seen if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [5, 10, 15, 20, 23]
     assert len(seen) == len(losses) + len(evaluations)
     last = {name: evaluations[-1][name] for name in ("eval_loss", "eval_perplexity")}
-    assert found == {"main": True, "tokens": 23 * WINDOW * BATCH, **last}
+    assert found == {"main": True, "tokens": 23 * SEQ_LEN * BATCH, **last}
     assert math.exp(found["eval_loss"]) == pytest.approx(found["eval_perplexity"])
     assert told[-1][:2] == (23, 23) and [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert any("tokens/s" in what for _, _, what in told) and any(what.startswith("valid ") for _, _, what in told)
@@ -89,7 +89,7 @@ def test_learns_logs_and_tells(data: Path, tmp_path: Path) -> None:
 
 def test_the_last_of_the_data_is_not_trained_on(data: Path, tmp_path: Path) -> None:
     """Without --valid: the last hundredth, here two windows."""
-    options = training(data, 2, window=8)
+    options = training(data, 2, seq_len=8)
     found = train(ScratchOptions(tmp_path / "out", size="tiny"), options, silent)
     shards, model = Shards.open(data), AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     windows = shards.tokens // 8
@@ -99,7 +99,7 @@ def test_the_last_of_the_data_is_not_trained_on(data: Path, tmp_path: Path) -> N
         logits = model.eval()(input_ids=ids).logits
     wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert rows > 1 and found["eval_loss"] == pytest.approx(float(wanted), abs=1e-5)
-    seen = Data.open(training(data, 10**4, window=8), ranks=1)
+    seen = TrainingData.open(training(data, 10**4, seq_len=8), ranks=1)
     last = seen.valid[0]["input_ids"], seen.valid[len(seen.valid) - 1]["input_ids"]
     assert torch.equal(torch.stack(last), ids[[0, -1]])
     assert windows - rows - BATCH < len(seen.train) <= windows - rows
@@ -108,11 +108,11 @@ def test_the_last_of_the_data_is_not_trained_on(data: Path, tmp_path: Path) -> N
 
 def test_a_short_run_reads_from_everywhere(data: Path) -> None:
     shards = Shards.open(data)
-    seen = Data.open(training(data, 3, valid=data), ranks=1).train
-    whole = shards.tokens // WINDOW // BATCH * BATCH
-    assert len(seen) == 3 * BATCH < whole and isinstance(seen, Spread)
+    seen = TrainingData.open(training(data, 3, valid=data), ranks=1).train
+    whole = shards.tokens // SEQ_LEN // BATCH * BATCH
+    assert len(seen) == 3 * BATCH < whole and isinstance(seen, EvenSample)
     for index in (0, 7, len(seen) - 1):
-        wanted = shards.read(index * whole // len(seen) * WINDOW, WINDOW)
+        wanted = shards.read(index * whole // len(seen) * SEQ_LEN, SEQ_LEN)
         assert torch.equal(seen[index]["input_ids"], wanted)
     with pytest.raises(IndexError):
         seen[len(seen)]
@@ -131,7 +131,7 @@ def test_options_in_transformers_words(data: Path, tmp_path: Path) -> None:
     assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (6, 2)
     assert made.gradient_checkpointing and made.lr_scheduler_type == "polynomial" and not made.bf16
     for batch, micro, wanted in ((64, None, (8, 8)), (7, None, (7, 1)), (64, 32, (32, 2))):
-        assert replace(options, batch=batch, micro=micro).rows_at_a_time(1) == wanted
+        assert replace(options, batch=batch, micro_batch_size=micro).micro_batches(1) == wanted
 
 
 def test_share_of_the_peak(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +144,8 @@ def test_share_of_the_peak(data: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * 3e4 / 1e9, abs=1e-4)
 
 
-def test_rows_at_a_time_and_recomputing_change_nothing(data: Path, whole: Path, tmp_path: Path) -> None:
-    for name, changes in {"micro": {"micro": 2}, "recompute": {"recompute": True}}.items():
+def test_micro_batches_and_recomputing_change_nothing(data: Path, whole: Path, tmp_path: Path) -> None:
+    for name, changes in {"micro": {"micro_batch_size": 2}, "recompute": {"recompute": True}}.items():
         train(ScratchOptions(tmp_path / name, size="tiny"), training(data, STEPS, valid=data, **changes), silent)
         for key in ("loss", "eval_loss", "grad_norm"):
             found, wanted = log(tmp_path / name, key), log(whole, key)
@@ -196,7 +196,7 @@ def test_half_precision_is_near(data: Path, whole: Path, tmp_path: Path) -> None
 
 def test_what_is_added_to_the_stream_is_drawn_smaller() -> None:
     torch.manual_seed(0)
-    model = born(ModelConfig(64, 8, 4, 2, 128, vocab=320, context=64))
+    model = new_model(ModelConfig(64, 8, 4, 2, 128, vocab=320, context=64))
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             smaller = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -217,14 +217,14 @@ def test_schedules(schedule: str, data: Path, tmp_path: Path) -> None:
 
 def test_a_recipe_stands_below_what_is_given(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(32, 2, 4, 2, 48, vocab=999, context=64, tied=True, dtype="bfloat16")
-    values = {"tokens": 4 * 8 * 16, "window": 16, "batch": 8, "lr": 5e-3, "log_every": 1, "beta2": 0.9}
+    values = {"tokens": 4 * 8 * 16, "seq_len": 16, "batch": 8, "lr": 5e-3, "log_every": 1, "beta2": 0.9}
     monkeypatch.setitem(SIZES, "small", config)
     monkeypatch.setitem(RECIPES, "small", Recipe("small", "a test's", values))
-    given = TrainingOptions(data=data, lr=2e-3, window=8, device="cpu")
+    given = TrainingOptions(data=data, lr=2e-3, seq_len=8, device="cpu")
     train(ScratchOptions(tmp_path / "out", recipe="small", wiring="standard:1 ladder:1"), given, silent)
     run = json.loads((tmp_path / "out/run.json").read_text())
-    assert {name: run[name] for name in ("tokens", "window", "batch", "lr", "beta2", "clip")} == {
-        "tokens": 512, "window": 8, "batch": 8, "lr": 2e-3, "beta2": 0.9, "clip": 1.0,
+    assert {name: run[name] for name in ("tokens", "seq_len", "batch", "lr", "beta2", "clip")} == {
+        "tokens": 512, "seq_len": 8, "batch": 8, "lr": 2e-3, "beta2": 0.9, "clip": 1.0,
     }  # fmt: skip
     assert [step for step, _ in log(tmp_path / "out")] == [1, 2, 3, 4, 5, 6, 7, 8]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -239,19 +239,19 @@ def test_an_option_that_is_given_at_its_default_stands_too(
     """A default of the command line cannot be told from the same value that was given, unless one asks."""
     config = ModelConfig(32, 2, 4, 2, 48, vocab=999, context=64, tied=True)
     monkeypatch.setitem(SIZES, "small", config)
-    monkeypatch.setitem(RECIPES, "small", Recipe("small", "a test's", {"lr": 5e-3, "window": 16, "batch": 8}))
+    monkeypatch.setitem(RECIPES, "small", Recipe("small", "a test's", {"lr": 5e-3, "seq_len": 16, "batch": 8}))
     flags = ["--data", data, "--recipe", "small", "--lr", "0.001", "--tokens", "128", "--device", "cpu"]
     status, _, err = run("train", tmp_path / "out", *flags)
     assert (status, err) == (0, "")
     found = json.loads((tmp_path / "out/run.json").read_text())
-    assert TrainingOptions.lr == found["lr"] == 1e-3 and (found["window"], found["batch"]) == (16, 8)
+    assert TrainingOptions.lr == found["lr"] == 1e-3 and (found["seq_len"], found["batch"]) == (16, 8)
 
 
 def test_every_recipe_can_be_begun(data: Path) -> None:
     for name, row in RECIPES.items():
         filled = row.filled(TrainingOptions(data=data))
-        micro, times = filled.rows_at_a_time(8)
-        assert 8 * micro * times == filled.batch and filled.window <= row.config.context and filled.steps > 100, name
+        micro, times = filled.micro_batches(8)
+        assert 8 * micro * times == filled.batch and filled.seq_len <= row.config.context and filled.steps > 100, name
         assert row.filled(replace(filled, lr=0.5)).lr == 0.5
 
 
@@ -284,11 +284,11 @@ def test_over_the_end_of_the_data(data: Path, tmp_path: Path) -> None:
     outs = tmp_path / "whole", tmp_path / "parts"
     turn = len(module_windows(data)) // 64
     often = {"eval_every": 100, "save_every": turn + 1, "log_every": 1}
-    options = training(data, batch=64, micro=32, tokens=(2 * turn + 3) * 64 * WINDOW, **often)
+    options = training(data, batch=64, micro_batch_size=32, tokens=(2 * turn + 3) * 64 * SEQ_LEN, **often)
     train(ScratchOptions(outs[0], size="tiny"), options, silent)
     with pytest.raises(Stop):
         train(ScratchOptions(outs[1], size="tiny"), options, until(turn + 2))
-    assert len(place.complete(outs[1] / "checkpoints")) == 1
+    assert len(place.complete_checkpoints(outs[1] / "checkpoints")) == 1
     train(ScratchOptions(outs[1], size="tiny"), options, silent)
     assert log(outs[0]) == log(outs[1]) and same(weights(outs[0]), weights(outs[1]))
     # evaluation lines come once, also where a turn ends
@@ -297,7 +297,7 @@ def test_over_the_end_of_the_data(data: Path, tmp_path: Path) -> None:
 
 def module_windows(data: Path) -> range:
     """The windows that are trained on."""
-    windows = Shards.open(data).tokens // WINDOW
+    windows = Shards.open(data).tokens // SEQ_LEN
     return range((windows - max(1, windows // 100)) // 64 * 64)
 
 
@@ -352,7 +352,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], data: Path, 
 
     own = ScratchOptions(tmp_path / "out", size="tiny")
     code, out, err = trained(own, training(data, 2))
-    assert (code, err) == (0, "") and out.startswith(f"wrote {tmp_path / 'out'}, {2 * WINDOW * BATCH} tokens: loss ")
+    assert (code, err) == (0, "") and out.startswith(f"wrote {tmp_path / 'out'}, {2 * SEQ_LEN * BATCH} tokens: loss ")
     assert out.count("\n") == 1 and "perplexity" in out and "epoch" not in out
     code, out, err = trained(own, training(data, 2))
     assert (code, out, err) == (2, "", f"ladder: {tmp_path / 'out'} is finished: name a new folder\n")

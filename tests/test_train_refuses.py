@@ -24,10 +24,10 @@ from tests.training import silent, training
     ({"wiring": "desync-2x"}, {}, "keeps sums on their ranks, and on one rank is the standard model: give --ranks"),
     ({"wiring": "none"}, {}, "keeps sums on their ranks"),
     ({"ranks": 3}, {}, "3 ranks cannot share 8 heads"),
-    ({}, {"window": 1024, "batch": 1}, "a window of 1024 is more than the model's context of 512"),
+    ({}, {"seq_len": 1024, "batch": 1}, "--seq-len 1024 is more than the model's context of 512"),
     ({}, {"batch": 500}, r"has \d+ tokens: a step needs 8000, and an evaluation \d+ of them; give more data"),
     ({}, {"batch": 500, "valid": "data"}, r"has \d+ tokens, a step needs 8000: give more data, or a smaller --batch"),
-    ({}, {"batch": 10, "micro": 4}, "10 rows of a rank are no multiple of --micro 4"),
+    ({}, {"batch": 10, "micro_batch_size": 4}, "10 sequences of a rank are no multiple of --micro-batch-size 4"),
     ({}, {"valid": "other"}, "other was tokenized with another tokenizer than .*/tokenizer's"),
     ({}, {"data": "nothing"}, "no such folder of tokens: .*nothing; ladder data makes one"),
     ({}, {"data": "empty"}, "empty has no shards.json: name a folder that ladder data made"),
@@ -57,7 +57,7 @@ def test_refused(own: dict[str, Any], changes: dict[str, Any], message: str, dat
     ({"compile": "maybe"}, "unknown compile 'maybe'"),
     ({"device": "tpu"}, "unknown device 'tpu'"),
     ({"tokens": 0}, "tokens must be at least 1, not 0"),
-    ({"window": 1}, "window must be at least 2, not 1"),
+    ({"seq_len": 1}, "seq-len must be at least 2, not 1"),
     ({"save_every": 0}, "save-every must be at least 1, not 0"),
     ({"lr": 0.0}, "lr must be a number above 0 and at most 10.0, not 0.0"),
     ({"lr": math.nan}, "lr must be a number above 0"),
@@ -72,10 +72,10 @@ def test_refused_options(changes: dict[str, Any], message: str) -> None:
 
 
 def test_a_batch_that_ranks_cannot_share(data: Path) -> None:
-    with pytest.raises(LadderError, match="a batch of 8 rows cannot be shared by 3 ranks evenly"):
-        training(data).rows_at_a_time(3)
-    assert training(data, micro=3, batch=12).rows_at_a_time(2) == (3, 2)
-    assert training(data, micro=30).rows_at_a_time(2) == (4, 1)
+    with pytest.raises(LadderError, match="a batch of 8 sequences cannot be divided evenly by 3 ranks"):
+        training(data).micro_batches(3)
+    assert training(data, micro_batch_size=3, batch=12).micro_batches(2) == (3, 2)
+    assert training(data, micro_batch_size=30).micro_batches(2) == (4, 1)
 
 
 def test_a_folder_that_is_something_else(data: Path, tmp_path: Path) -> None:

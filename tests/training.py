@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from ladder.cli import main
 from ladder.data.texts import tokenize
-from ladder.train.folder import complete
+from ladder.train.folder import complete_checkpoints
 from ladder.train.options import TrainingOptions
 from tests.processes import world
 
 LIMIT = 120.0  # seconds for what would otherwise hang
-WINDOW, BATCH = 16, 8
+SEQ_LEN, BATCH = 16, 8
 VOCABULARY = 300
 _WORDS = ("never", "wait", "for", "the", "network", "ladder", "of", "sums", "and", "streams", "over", "ranks", "read")
 
@@ -65,9 +65,9 @@ def model(folder: Path, data: Path, dtype: torch.dtype = torch.float32, **change
 
 def training(data: Path, steps: int = 20, **changes: Any) -> TrainingOptions:
     """A run of so many steps."""
-    rows = {"window": WINDOW, "batch": BATCH, "tokens": steps * WINDOW * BATCH}
+    rows = {"seq_len": SEQ_LEN, "batch": BATCH, "tokens": steps * SEQ_LEN * BATCH}
     often = {"log_every": 2, "eval_every": 5, "save_every": 4, "device": "cpu", "lr": 3e-3}
-    return TrainingOptions(**{"data": data, "eval_tokens": 12 * WINDOW, **rows, **often, **changes})
+    return TrainingOptions(**{"data": data, "eval_tokens": 12 * SEQ_LEN, **rows, **often, **changes})
 
 
 def adapting(data: Path, steps: int = 24, **changes: Any) -> TrainingOptions:
@@ -76,18 +76,18 @@ def adapting(data: Path, steps: int = 24, **changes: Any) -> TrainingOptions:
 
 
 def silent(done: int, total: int, what: str) -> None:
-    """A progress that tells nobody."""
+    """A progress that is not shown."""
 
 
 class Stop(Exception):
     """Raised in the middle of a run."""
 
 
-def until(step: int, asking: bool = False) -> Callable[[int, int, str], None]:
-    """A progress that stops a run at a step; or its teacher, who is being asked."""
+def until(step: int, building: bool = False) -> Callable[[int, int, str], None]:
+    """A progress that stops a run at a step; or the building of its teacher's cache."""
 
     def progress(done: int, total: int, what: str) -> None:
-        if done >= step and asking == (what == "asking the original"):
+        if done >= step and building == (what == "running the original"):
             raise Stop
 
     return progress
@@ -120,7 +120,7 @@ def command(arguments: list[str], environment: dict[str, str], broken: str | Non
 
     def half(content: Any, file: Any, *more: Any, **named: Any) -> None:
         write(content, file, *more, **named)
-        if broken is not None and broken in str(file) and "optimizer" in str(file):
+        if broken is not None and broken in str(file) and ("optimizer" in str(file) or "rank-" in str(file)):
             os.truncate(file, 100)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -168,7 +168,7 @@ def kill_behind_a_checkpoint(processes: list[ForkServerProcess], out: Path) -> i
     """SIGKILL for all once there is a complete checkpoint and a step more in the log; returns the checkpoint's step."""
     deadline = time.monotonic() + LIMIT
     while True:
-        found = complete(out / "checkpoints")
+        found = complete_checkpoints(out / "checkpoints")
         step = int(found[-1].name.rpartition("-")[2]) if found else None
         text = (out / "log.jsonl").read_text() if step is not None else ""
         if step is not None and any(json.loads(line)["step"] > step for line in text.split("\n")[:-1]):

@@ -1,6 +1,6 @@
 """The product's side of a comparison: weights by their Hugging Face names, and a decoder that holds them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor
 from ladder.checkpoint import Random, load
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
+from ladder.layers.shard import Shard
 from ladder.model import Decoder
+from ladder.train.tensor_parallel.replicas import shard_views
 
 # Small enough for hundreds of models; a vocabulary that no degree divides; degrees 4 and 8 replicate key/value heads.
 TINY: dict[str, Any] = {"hidden": 16, "heads": 8, "kv_heads": 2, "ffn": 16, "vocab": 13, "head_dim": 4}
@@ -53,3 +55,8 @@ def answer(config: ModelConfig, weights: Mapping[str, Tensor], tokens: Tensor, c
     """The product's logits, [batch, tokens, vocab]."""
     model = decoder(config, weights, comm)
     return joined(model, model(tokens))
+
+
+def shard_gradients(model: Decoder) -> Iterator[tuple[Shard, Tensor]]:
+    """This rank's shards, each with its part of the gradient; without a gradient: left out."""
+    return shard_views(model, {weight: weight.grad for weight in model.parameters() if weight.grad is not None})

@@ -78,7 +78,8 @@ def watch_sub_blocks(model: Decoder, begin: Callable[[str], None], end: Callable
         for kind, module in SUB_BLOCKS.items():
             block, name = layer.get_submodule(module), f"{kind} {number}"
             if block not in hooks:
-                first = block if block.norm is None else block.norm  # which is called when the stream has been read
+                norm = block.norm  # called when the stream has been read
+                first = norm if isinstance(norm, nn.Module) else block
                 before = first.register_forward_pre_hook(lambda *_, name=name: begin(name))
                 after = block.register_forward_hook(lambda *_, name=name: end(name))
                 hooks[block] = [before, after]

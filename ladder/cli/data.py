@@ -1,4 +1,4 @@
-"""`ladder data`: texts become tokens that training reads."""
+"""`ladder data`: texts to tokens, for training."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from ladder.options import argument, option
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which texts, by which tokenizer, and where to."""
+    """Which texts, by which tokenizer, into which folder."""
 
     out: Path = argument("Folder for the tokens; a new one.")
     file: tuple[Path, ...] = argument("Texts: .jsonl, .parquet, or plain text; .xz and .gz are unpacked.")
@@ -28,7 +28,7 @@ def data(options: DataOptions) -> None:
     """Tokenize texts into a folder of memory-mapped shards, streamed, for training."""
     from ladder.data.texts import tokenize
 
-    with bytes_bar("tokenizing") as progress:
+    with bytes_bar("tokenizing") as bar:
         shards = tokenize(
             options.file,
             options.out,
@@ -36,7 +36,7 @@ def data(options: DataOptions) -> None:
             options.vocab,
             shard_tokens=options.shard_tokens,
             field=options.field,
-            progress=progress,
+            progress=lambda done, total, what: bar(done, total),
         )
     if options.json:
         typer.echo(json.dumps({"out": str(options.out), **asdict(shards.index)}))

@@ -1,40 +1,41 @@
-"""`ladder fit`, `ladder adapt` and `ladder train`: models that are made to fit their wiring."""
+"""`ladder fit`, `ladder adapt` and `ladder train`: weights for a wiring, by least squares or by training."""
 
 from typing import Any
 
 import typer
 
 from ladder.cli.verbs import steps_bar, verb
-from ladder.train.options import AdaptOptions, FitOptions, ScratchOptions, TrainingOptions
+from ladder.scan.options import FitOptions
+from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
 
 
 @verb(FitOptions)
 def fit(options: FitOptions) -> None:
-    """Fit a model's weights to another wiring by least squares, layer by layer: no training. What damage is left is for
-    ladder adapt --begin.
+    """Fit a model's weights to another wiring by least squares, layer by layer: no training. Train the result further
+    with ladder adapt --init-from.
     """
     from ladder.scan.fit import fit
 
     with steps_bar("loading") as progress:
         found = fit(options, progress)
-    far = [each.kl.value for each in (found.rewired, found.fitted)]
-    perplexed = [each.perplexity.value for each in (found.rewired, found.fitted)]
+    rewired, fitted = found.rewired, found.fitted
     typer.echo(
-        f"wrote {options.out}, fitted on {found.tokens} tokens: KL to the original {far[0]:.4g} rewired, {far[1]:.4g} "
-        f"fitted; perplexity {found.original:.5g} original, {perplexed[0]:.5g} rewired, {perplexed[1]:.5g} fitted"
+        f"wrote {options.out}, fitted on {found.tokens} tokens: KL to the original {rewired.kl.value:.4g} rewired, "
+        f"{fitted.kl.value:.4g} fitted; perplexity {found.original:.5g} original, {rewired.perplexity.value:.5g} "
+        f"rewired, {fitted.perplexity.value:.5g} fitted"
     )
 
 
 @verb(AdaptOptions, TrainingOptions)
 def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
-    """Retrain a model under another wiring by self-distillation, until it is what it was. Continues a run that was
-    stopped; under torchrun on as many GPUs and machines as it is given.
+    """Train a model under another wiring by self-distillation from its original. Continues a run that was stopped;
+    under torchrun on several GPUs and machines.
     """
     from ladder.train.distill import adapt
 
     with steps_bar("loading") as progress:
         found = adapt(options, training, progress)
-    _tell(found, f"wrote {options.out}")
+    _print_evaluation(found, f"wrote {options.out}")
 
 
 @verb(ScratchOptions, TrainingOptions)
@@ -44,10 +45,10 @@ def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[s
 
     with steps_bar("loading") as progress:
         found = train(options, training, progress, named)
-    _tell(found, f"wrote {options.out}")
+    _print_evaluation(found, f"wrote {options.out}")
 
 
-def _tell(found: dict[str, Any], done: str) -> None:
+def _print_evaluation(found: dict[str, Any], done: str) -> None:
     """The last evaluation, once: torchrun starts this on every rank."""
     tokens = found.pop("tokens")  # of whole steps
     if found.pop("main"):

@@ -1,13 +1,15 @@
-"""Gradients over the wire: any communicator made one that a backward pass can go through.
+"""Gradients through a communicator: any communicator made one that a backward pass can go through.
 
 Each rank runs the backward pass of its own loss, and what all of them together find are the gradients of the sum of
-the ranks' losses. A sum is its own transpose: what one rank sent is read by all, so its gradient is the sum of theirs.
+the ranks' losses. An all-reduce is its own transpose: what one rank contributed is read by all, so its gradient is the
+sum of theirs.
 
-    forward     y[r] = sum over s ( x[s] )          sent with all_reduce, read with wait
-    backward    dx[s] = sum over r ( dy[r] )        sent where y was read, read where x was sent
+    forward     y[r] = sum over s ( x[s] )          started with all_reduce, read with wait
+    backward    dx[s] = sum over r ( dy[r] )        started where y was read, read where x was handed over
 
-So a sum that travelled beside a sub-block on the way forward does so on the way back, and a wiring that has fewer sums
-has fewer on both ways. (Megatron's pair of identity and sum has one on the way back for every read of the stream.)
+So an all-reduce that ran beside a sub-block in the forward pass does so in the backward pass, and a wiring that has
+fewer of them has fewer in both. (Megatron's pair of identity and all-reduce has one in the backward pass for every
+read of the stream.)
 
 What is made of gathered numbers (`all_gather`) is taken to be the same on all ranks, a loss for one, and counts once.
 """
@@ -24,8 +26,8 @@ from ladder.comm.base import Comm, Pending
 
 
 class Differentiable:
-    """`inner`, with gradients. The ranks must agree on which parameters have some: else one waits for a sum that
-    another never sends.
+    """`inner`, with gradients. The ranks must agree on which parameters have some: else one rank waits for an
+    all-reduce that another never starts.
     """
 
     def __init__(self, inner: Comm) -> None:
@@ -36,34 +38,34 @@ class Differentiable:
     def all_reduce(self, x: Tensor) -> Pending:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self._inner.all_reduce(x)
-        journey = _Journey(self._inner)
-        sent: Tensor = _Send.apply(x, journey)  # type: ignore[no-untyped-call]
-        return _Sum(sent, journey)
+        in_flight = _InFlight(self._inner)
+        link: Tensor = _Start.apply(x, in_flight)  # type: ignore[no-untyped-call]
+        return _DifferentiablePending(link, in_flight)
 
     def all_gather(self, x: Tensor) -> Tensor:
         joined: Tensor = _Gather.apply(x, self._inner)  # type: ignore[no-untyped-call]
         return joined
 
 
-def summed(comm: Comm, terms: Sequence[Tensor]) -> list[Tensor]:
-    """The sum over the ranks of each of these, all on the wire at once. They belong to the communicator now."""
-    return [pending.wait() for pending in [comm.all_reduce(term) for term in terms]]
+def all_reduced(comm: Comm, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sum over the ranks of each of these, all in flight at once. They belong to the communicator now."""
+    return [pending.wait() for pending in [comm.all_reduce(tensor) for tensor in tensors]]
 
 
-def gathered(comm: Comm, x: Tensor) -> Tensor:
+def all_gathered(comm: Comm, x: Tensor) -> Tensor:
     """Every rank's `x` [..., n], as [..., ranks, n]."""
     joined = comm.all_gather(x)
     return joined.view(*x.shape[:-1], comm.size, x.shape[-1])
 
 
-class _Journey:
-    """A sum on its way forward, later its gradient on its way back."""
+class _InFlight:
+    """One all-reduce of the forward pass, later that of its gradient."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.pending: Pending | None = None
 
-    def send(self, x: Tensor) -> None:
+    def start(self, x: Tensor) -> None:
         self.pending = self.comm.all_reduce(x)
 
     def wait(self) -> Tensor:
@@ -72,47 +74,49 @@ class _Journey:
         return pending.wait()
 
 
-class _Sum:
-    def __init__(self, sent: Tensor, journey: _Journey) -> None:
-        self._sent = sent
-        self._journey = journey
+class _DifferentiablePending:
+    def __init__(self, link: Tensor, in_flight: _InFlight) -> None:
+        self._link = link
+        self._in_flight = in_flight
 
     def wait(self) -> Tensor:
-        total: Tensor = _Arrive.apply(self._sent, self._journey)  # type: ignore[no-untyped-call]
+        total: Tensor = _Wait.apply(self._link, self._in_flight)  # type: ignore[no-untyped-call]
         return total
 
 
-class _Send(Function):
-    """Where a sum leaves, and where its gradient comes home. The tensor between the two nodes is a mere thread that
-    autograd goes along: what travels is in the journey.
+class _Start(Function):
+    """Starts the all-reduce; in the backward pass waits for that of the gradient. The scalar between the two nodes only
+    orders them for autograd: the data is in `_InFlight`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        journey.send(x.detach())
-        increment_version(x)  # it may be overwritten: autograd refuses to go back through whoever kept it
+    def forward(ctx: Any, x: Tensor, in_flight: _InFlight) -> Tensor:
+        ctx.in_flight = in_flight
+        in_flight.start(x.detach())
+        increment_version(
+            x
+        )  # it may be overwritten: autograd refuses a backward pass through an operation that kept it
         return x.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, thread: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.wait(), None
+    def backward(ctx: Any, link: Tensor) -> tuple[Tensor, None]:
+        return ctx.in_flight.wait(), None
 
 
-class _Arrive(Function):
-    """Where a sum is waited for, and where its gradient leaves."""
+class _Wait(Function):
+    """Waits for the all-reduce; in the backward pass starts that of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.wait()
+    def forward(ctx: Any, link: Tensor, in_flight: _InFlight) -> Tensor:
+        ctx.in_flight = in_flight
+        return in_flight.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # a copy: autograd hands the same tensor to everybody who was added to the sum
-        ctx.journey.send(gradient.clone(memory_format=torch.contiguous_format))
+        # a copy: autograd gives the same tensor to every operand of an addition
+        ctx.in_flight.start(gradient.clone(memory_format=torch.contiguous_format))
         return gradient.new_zeros(()), None
 
 

@@ -69,7 +69,7 @@ _BOTH_NORMS = Names(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-_GEMMA = {"head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA |= {"num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA_KEYS = {"activation": "hidden_activation", "query_scalar": "query_pre_attn_scalar"}
 _GEMMA_KEYS |= {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}

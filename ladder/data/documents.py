@@ -2,7 +2,7 @@
 
     .jsonl             a document a line, under the key `field`
     .parquet           a document a row, in the column `field`
-    .json              refused: what of it is a document, nobody knows
+    .json              refused: it does not say what a document is
     any other name     UTF-8 text; two or more empty lines stand between documents, line ends are read as Python does
 
 Around text and lines there may be .xz or .gz. Documents without a visible character are none. A document that is very
@@ -134,8 +134,8 @@ def _characters(file: Path) -> Iterator[tuple[str, int]]:
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                place = done - pending + error.start
-                raise LadderError(f"{file} is no UTF-8 text: {error.reason} at byte {place}") from None
+                position = done - pending + error.start
+                raise LadderError(f"{file} is no UTF-8 text: {error.reason} at byte {position}") from None
             if wrong >= 0:
                 raise LadderError(f"{file} is no text: there is a zero at byte {done + wrong}")
             yield lines.decode(text if done else text.removeprefix("\ufeff"), final=not chunk), at()

@@ -1,4 +1,4 @@
-"""Tokens on disk, as training reads them: a folder of memory-mapped shards, and windows of equal length over them.
+"""Tokens on disk, as training reads them: a folder of memory-mapped shards, and sequences of equal length from them.
 
     shards.json        what the folder holds, and by which tokenizer it was made
     shard-00000.bin    ids one after the other, little-endian, two bytes each where the vocabulary allows it, else four
@@ -7,7 +7,6 @@
 The shards are one long sequence of tokens: documents, each with the end-of-text token behind it.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,17 +22,18 @@ from torch.utils.data import Dataset
 
 from ladder.config.fields import read_json, whole_number
 from ladder.errors import LadderError
+from ladder.files import write_json
 
 VERSION = 1
 INDEX = "shards.json"
 TOKENIZER = "tokenizer"
-EDGE = 4096  # tokens of a shard's beginning and end that are looked at when it is opened
-MAPS = 256  # shards that are open at a time, at most: each takes one of the system's file numbers
+EDGE = 4096  # tokens of a shard's beginning and end that are checked when it is opened
+MAPS = 256  # shards that are open at a time, at most: each takes a file descriptor
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """A file of the folder, and how many tokens it has."""
 
     name: str
@@ -41,7 +41,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """What shards.json says."""
 
     vocab: int  # every id is smaller
@@ -51,7 +51,7 @@ class Index:
     documents: int
     tokens: int
     bytes: int  # of the text, as UTF-8
-    files: tuple[Shard, ...]
+    files: tuple[ShardFile, ...]
     version: int = VERSION
 
     @property
@@ -60,7 +60,7 @@ class Index:
         return np.dtype(_DTYPES[self.dtype]).itemsize
 
     @classmethod
-    def read(cls, path: Path) -> "Index":
+    def read(cls, path: Path) -> "ShardIndex":
         raw = read_json(path)
         try:
             return cls._of(raw)
@@ -68,7 +68,7 @@ class Index:
             raise LadderError(f"{path} is damaged: {error}; run ladder data again") from None
 
     @classmethod
-    def _of(cls, raw: dict[str, Any]) -> "Index":
+    def _of(cls, raw: dict[str, Any]) -> "ShardIndex":
         if (version := whole_number(raw, "version")) != VERSION:
             raise LadderError(f"it is of version {version}, this program knows {VERSION}")
         if unknown := sorted(raw.keys() - {field.name for field in fields(cls)}):
@@ -87,13 +87,13 @@ class Index:
         return cls(**counts, dtype=dtype, fingerprint=fingerprint, files=shards)
 
 
-def _shard(entry: Any) -> Shard:
+def _shard(entry: Any) -> ShardFile:
     name = entry.get("name") if isinstance(entry, dict) else None
     if not isinstance(name, str) or not name or Path(name).name != name:
         raise LadderError(f"{entry!r} is not a file of the folder")
     if (tokens := whole_number(entry, "tokens")) < 1:
         raise LadderError(f"{name} has {tokens} tokens")
-    return Shard(name, tokens)
+    return ShardFile(name, tokens)
 
 
 def dtype_of(vocab: int) -> str:
@@ -104,7 +104,7 @@ def dtype_of(vocab: int) -> str:
 class Shards:
     """One sequence of `tokens` ids. Pickled without its open files: each process of a DataLoader opens its own."""
 
-    def __init__(self, folder: Path, index: Index) -> None:
+    def __init__(self, folder: Path, index: ShardIndex) -> None:
         self.folder, self.index = folder, index
         self.tokens, self.documents, self.bytes = index.tokens, index.documents, index.bytes
         self.vocab, self.eos, self.fingerprint = index.vocab, index.eos, index.fingerprint
@@ -119,7 +119,7 @@ class Shards:
             raise LadderError(f"no such folder of tokens: {folder}; ladder data makes one")
         if not (folder / INDEX).exists():
             raise LadderError(f"{folder} has no {INDEX}: name a folder that ladder data made")
-        index = Index.read(folder / INDEX)
+        index = ShardIndex.read(folder / INDEX)
         if not index.tokens:
             raise LadderError(f"{folder} has no tokens: run ladder data again")
         for shard in index.files:
@@ -189,22 +189,22 @@ class Shards:
         return {**self.__dict__, "_maps": {}}
 
 
-class Windows(Dataset[dict[str, Tensor]]):
-    """Packed windows of `length` tokens, one behind the other; documents cross their borders, a last part is left out.
+class Sequences(Dataset[dict[str, Tensor]]):
+    """Packed sequences of `length` tokens, one after the other; documents cross their borders, a last part is left out.
 
-    Of the tokens // length windows, those from `skip` on, and of these the first `limit`.
+    Of the tokens // length sequences, those from `skip` on, and of these the first `limit`.
     """
 
     def __init__(self, shards: Shards, length: int, skip: int = 0, limit: int | None = None) -> None:
         if length < 1 or skip < 0 or (limit is not None and limit < 1):
-            raise LadderError(f"windows of {length} tokens, {skip} left out, at most {limit}: no such windows")
+            raise LadderError(f"sequences of {length} tokens, {skip} left out, at most {limit}: no such sequences")
         whole = shards.tokens // length
         if not whole:
             raise LadderError(
-                f"{shards.folder} has {shards.tokens} tokens, fewer than one window of {length}: take shorter ones"
+                f"{shards.folder} has {shards.tokens} tokens, fewer than one sequence of {length}: take shorter ones"
             )
         if whole <= skip:
-            raise LadderError(f"{shards.folder} has {whole} windows of {length} tokens: none is left after {skip}")
+            raise LadderError(f"{shards.folder} has {whole} sequences of {length} tokens: none is left after {skip}")
         self.shards, self.length, self.skip = shards, length, skip
         self._count = whole - skip if limit is None else min(limit, whole - skip)
 
@@ -213,28 +213,28 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -self._count <= index < self._count:
-            raise IndexError(f"window {index} of {self._count}")
+            raise IndexError(f"sequence {index} of {self._count}")
         ids = self.shards.read((self.skip + index % self._count) * self.length, self.length)
         return {"input_ids": ids, "labels": ids}
 
 
-class Spread(Dataset[dict[str, Tensor]]):
-    """So many of the windows, evenly spread over all of them."""
+class EvenSample(Dataset[dict[str, Tensor]]):
+    """So many of the sequences, evenly spread over all of them."""
 
-    def __init__(self, windows: Windows, count: int) -> None:
-        self._windows, self._count = windows, count
+    def __init__(self, sequences: Sequences, count: int) -> None:
+        self._sequences, self._count = sequences, count
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self._count:
-            raise IndexError(f"window {index} of {self._count}")
-        return self._windows[index * len(self._windows) // self._count]
+            raise IndexError(f"sequence {index} of {self._count}")
+        return self._sequences[index * len(self._sequences) // self._count]
 
 
-class Writer:
-    """The making of such a folder: ids are appended, one file is open at a time, `finish` writes shards.json."""
+class ShardWriter:
+    """Writes such a folder: ids are appended, one file is open at a time, `finish` writes shards.json."""
 
     def __init__(self, folder: Path, vocab: int, shard_tokens: int) -> None:
         self._folder, self._vocab, self._most = folder, vocab, shard_tokens
@@ -242,7 +242,7 @@ class Writer:
         self._counts: list[int] = []  # tokens of each file so far
         self._file: BinaryIO | None = None
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -261,10 +261,10 @@ class Writer:
 
     def finish(self, eos: int, fingerprint: str, documents: int, bytes: int) -> None:
         self._close()
-        files = tuple(Shard(_name(number), tokens) for number, tokens in enumerate(self._counts))
+        files = tuple(ShardFile(_name(number), tokens) for number, tokens in enumerate(self._counts))
         tokens = sum(self._counts)
-        index = Index(self._vocab, self._dtype, eos, fingerprint, documents, tokens, bytes, files)
-        (self._folder / INDEX).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+        index = ShardIndex(self._vocab, self._dtype, eos, fingerprint, documents, tokens, bytes, files)
+        write_json(self._folder / INDEX, asdict(index))
 
     def _next(self) -> None:
         self._close()

@@ -8,7 +8,7 @@ What looks like one of the tokenizer's special tokens becomes that token, as it 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ladder.data.documents import Piece, check_files, documents
-from ladder.data.shards import INDEX, TOKENIZER, Shards, Writer
+from ladder.data.shards import INDEX, TOKENIZER, Shards, ShardWriter
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder
-from ladder.hf.load import pretrained, quiet  # ladder.hf also teaches AutoTokenizer what a wired checkpoint is
+from ladder.hf.load import pretrained, quiet  # ladder.hf also registers wired checkpoints with AutoTokenizer
+from ladder.progress import Progress
 
 END = "<|end|>"  # of a text, for tokenizers that are trained here
-BYTES = 256  # words that a byte-level tokenizer cannot do without
-LARGEST = 1 << 20  # words of a tokenizer that is trained here
+BYTES = 256  # entries that every byte-level tokenizer has
+LARGEST = 1 << 20  # entries of a tokenizer that is trained here
 SAMPLE = 64 << 20  # bytes of text that it is trained on, at most
 SHARD = 1 << 27  # tokens of a shard
 BATCH = 1 << 22  # characters that are tokenized at a time, on all cores
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def tokenize(
@@ -42,7 +41,7 @@ def tokenize(
     progress: Progress | None = None,
 ) -> Shards:
     """Write the folder `out` from `files`, by a tokenizer (a directory, a hub id, or one in memory), or by a new one of
-    `vocab` words that is trained on the beginning of each file. The folder has its name only when it is complete.
+    `vocab` entries that is trained on the beginning of each file. The folder has its name only when it is complete.
     """
     files, out = [Path(file) for file in files], Path(out).resolve()
     if (tokenizer is None) == (vocab is None):
@@ -53,36 +52,38 @@ def tokenize(
         raise LadderError(f"a vocabulary of {vocab}: {BYTES + 1} (all bytes and {END}) to {LARGEST} are possible")
     check_files(files, field)
     check_new(out)
-    words = train_tokenizer(files, vocab, field) if vocab is not None else load_tokenizer(tokenizer)
-    if words.eos_token_id is None:
+    loaded = train_tokenizer(files, vocab, field) if vocab is not None else load_tokenizer(tokenizer)
+    if loaded.eos_token_id is None:
         raise LadderError(
             f"the tokenizer {tokenizer} has no end-of-text token (eos): take another, or train one (--vocab)"
         )
     with new_folder(out) as folder:
-        words.save_pretrained(folder / TOKENIZER)
-        with Writer(folder, max(words.get_vocab().values()) + 1, shard_tokens) as writer:
-            counts = _write(writer, files, field, words, progress or (lambda done, total: None))
-            writer.finish(words.eos_token_id, fingerprint(words), *counts)
+        loaded.save_pretrained(folder / TOKENIZER)
+        with ShardWriter(folder, max(loaded.get_vocab().values()) + 1, shard_tokens) as writer:
+            counts = _write(writer, files, field, loaded, progress or (lambda done, total, what: None))
+            writer.finish(loaded.eos_token_id, fingerprint(loaded), *counts)
         if out.exists():
             out.rmdir()  # empty, as was seen
         folder.rename(out)
     return Shards.open(out)
 
 
-def _write(writer: Writer, files: Sequence[Path], field: str, words: Any, progress: Progress) -> tuple[int, int]:
+def _write(
+    writer: ShardWriter, files: Sequence[Path], field: str, tokenizer: Any, progress: Progress
+) -> tuple[int, int]:
     """Every document and its end; returns how many there are, and of how many bytes."""
-    backend = Tokenizer.from_str(words.backend_tokenizer.to_str())  # a copy
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy
     backend.no_truncation()
     backend.no_padding()
     total, ends, size = sum(file.stat().st_size for file in files), 0, 0
     for pieces in _batches(documents(files, field)):
         found = backend.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         for piece, encoding in zip(pieces, found, strict=True):
-            writer.add([*encoding.ids, words.eos_token_id] if piece.last else encoding.ids)
+            writer.add([*encoding.ids, tokenizer.eos_token_id] if piece.last else encoding.ids)
             ends += piece.last
             size += len(piece.text.encode())
-        progress(min(pieces[-1].at, total), total)
-    progress(total, total)
+        progress(min(pieces[-1].at, total), total, "tokenizing")
+    progress(total, total, "tokenizing")
     return ends, size
 
 
@@ -119,8 +120,8 @@ def load_tokenizer(tokenizer: Any) -> Any:
 
 
 def train_tokenizer(files: Sequence[Path], vocab: int, field: str = "text", sample: int = SAMPLE) -> Any:
-    """A byte-level BPE of at most `vocab` words (a small text has no more), trained on the beginning of each file, as
-    much of it as its share in all. Its word 0 is the end, the beginning and the padding of texts.
+    """A byte-level BPE of at most `vocab` entries (a small text has no more), trained on the beginning of each file, as
+    much of it as its share in all. Its entry 0 is the end, the beginning and the padding of texts.
     """
     sizes = {file: file.stat().st_size for file in files}
     backend = Tokenizer(models.BPE())
@@ -170,6 +171,3 @@ def _plain(value: Any) -> Any:
         kept = {key: _plain(entry) for key, entry in value.items() if key != "trim_offsets"}
         return {key: entry for key, entry in kept.items() if entry is not None and entry is not False}
     return [_plain(entry) for entry in value] if isinstance(value, list) else value
-
-
-# --- the folder -----------------------------------------------------------------------------------------------------

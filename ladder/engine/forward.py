@@ -42,7 +42,8 @@ class Forward:
 
     def prefill(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
         """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each one's `last`, [batch, block]."""
-        return self.model(tokens, self.cache, last, slots, self._prefill)[:, 0]
+        logits: Tensor = self.model(tokens, self.cache, last, slots, self._prefill)
+        return logits[:, 0]
 
     def beginnings(self, shape: torch.Size) -> PrefillMetadata:
         """The metadata of prompts' first pieces, whatever their slots."""

@@ -84,7 +84,7 @@ _FITTED = (
 
 {layers} {told}. Training goes on from here; measure it before use:
 
-    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --begin {folder}
+    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --init-from {folder}
     ladder eval {source} {folder} --text book.txt --source {source}
 
 """

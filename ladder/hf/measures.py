@@ -74,6 +74,11 @@ class Estimate:
         units = None if self.units is None else self.units * slope
         return replace(self, value=function(self.value), units=units, stderr=scaled(self.stderr, abs(slope)))
 
+    def exp(self) -> "Estimate":
+        """The perplexity, of a mean negative log-likelihood."""
+        value = perplexity_of(self.value)
+        return self.through(lambda _: value, value)
+
     def minus(self, other: "Estimate") -> tuple[float, float | None, bool]:
         """The difference, its standard error, and whether that is paired: of the differences unit by unit."""
         difference = self.value - other.value
@@ -108,10 +113,10 @@ def perplexity(
     """
 
     def score(logits: list[Tensor], targets: Tensor) -> Tensor:
-        return _surprise(logits[0].log_softmax(-1), targets)[None]
+        return nll(logits[0].log_softmax(-1), targets)[None]
 
     sums, counts = _walk([model], tokens, window, batch, begin, score, progress)
-    return _exp(Estimate.ratio(sums[:, 0], counts))
+    return Estimate.ratio(sums[:, 0], counts).exp()
 
 
 def distance(
@@ -125,22 +130,38 @@ def distance(
     progress: Progress | None = None,
 ) -> Distance:
     """How far a model is from its source on a text, and the model's perplexity on the way. One batch at a time."""
-
-    def score(logits: list[Tensor], targets: Tensor) -> Tensor:
-        model_says, source_says = (each.log_softmax(-1) for each in logits)
-        apart = source_says.exp() * (source_says - model_says)
-        apart = apart.masked_fill(source_says.isneginf(), 0)  # what the source rules out adds nothing
-        same = model_says.argmax(-1) == source_says.argmax(-1)
-        return torch.stack([_surprise(model_says, targets), apart.sum(-1).double().sum(), same.double().sum()])
-
     vocabularies = [_text_config(each).vocab_size for each in (model, source)]
     if vocabularies[0] != vocabularies[1]:
         raise LadderError(
             f"the model has {vocabularies[0]} tokens, its source {vocabularies[1]}: their vocabularies must be equal"
         )
-    sums, counts = _walk([model, source], tokens, window, batch, begin, score, progress)
+    sums, counts = _walk([model, source], tokens, window, batch, begin, compare, progress)
     surprise, kl, agreement = (Estimate.ratio(column, counts) for column in sums.unbind(1))
-    return Distance(_exp(surprise), kl, agreement)
+    return Distance(surprise.exp(), kl, agreement)
+
+
+def compare(logits: Sequence[Tensor], targets: Tensor) -> Tensor:
+    """Sums over a window, of the [tokens, vocabulary] logits of a model and its source: the targets' negative
+    log-likelihood, KL(source || model), and positions where both have the same likeliest token.
+    """
+    model, source = (each.log_softmax(-1) for each in logits)
+    same = model.argmax(-1) == source.argmax(-1)
+    return torch.stack([nll(model, targets), kl_terms(source, model).sum(-1).double().sum(), same.double().sum()])
+
+
+def kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p (log p - log q) of each outcome; their sum is KL(p || q). What p rules out adds nothing."""
+    return (log_p.exp() * (log_p - log_q)).masked_fill(log_p.isneginf(), 0)
+
+
+def nll(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """The targets' negative log-likelihood, a sum."""
+    return -log_probs.gather(-1, targets[:, None]).double().sum()
+
+
+def perplexity_of(nats: float) -> float:
+    """Of so many nats per token; infinite beyond what a double holds."""
+    return exp(nats) if nats < 700 else nats * float("inf")
 
 
 def read(path: Path) -> str:
@@ -187,17 +208,8 @@ def _error(units: Tensor) -> float | None:
     return found if found is not None and isfinite(found) else None
 
 
-def _exp(estimate: Estimate) -> Estimate:
-    value = exp(estimate.value) if estimate.value < 700 else float("inf")  # what a double holds
-    return estimate.through(lambda _: value, value)
-
-
 def _text_config(model: Any) -> Any:
     return model.config.get_text_config()
-
-
-def _surprise(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    return -log_probabilities.gather(-1, targets[:, None]).double().sum()
 
 
 def _walk(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
-from ladder.layers.norm import Norm
+from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import part
 from ladder.layers.weight import Piece, new_weight
@@ -37,8 +37,8 @@ class Attention(nn.Module):
         mine, bias = part(inputs, comm.size, comm.rank), config.o_bias and comm.rank == 0  # the bias is added once
         o = Piece(prefix + names.o, (config.hidden, inputs), slice(0, config.hidden), mine, 0, names.transposed)
         self.o_proj = new_weight(config.weights, config.hidden, self.heads * config.head_dim, bias, dtype, [o])
-        self.norm = _norm(prefix, names.attention_norm, config, dtype)
-        self.post_norm = _norm(prefix, names.attention_post_norm, config, dtype)
+        self.norm = new_norm(prefix, names.attention_norm, config, dtype)
+        self.post_norm = new_norm(prefix, names.attention_post_norm, config, dtype)
         self.qk_norm = config.habits.qk_norm
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
@@ -93,10 +93,6 @@ class Attention(nn.Module):
                 mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
             y = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
         return y.transpose(1, 2).flatten(0, 1).flatten(1)
-
-
-def _norm(prefix: str, name: str | None, config: ModelConfig, dtype: torch.dtype) -> Norm | None:
-    return None if name is None else Norm(prefix + name, config.hidden, config, dtype)
 
 
 def qkv_pieces(config: ModelConfig, layer: int, comm: Comm) -> Iterator[Piece]:

@@ -8,7 +8,7 @@ from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.layers.activation import activate
 from ladder.layers.cache import KVCache, Metadata
-from ladder.layers.norm import Norm
+from ladder.layers.norm import new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import part
 from ladder.layers.weight import Piece, new_weight
@@ -29,7 +29,7 @@ class ExpertMLP(nn.Module):
     ) -> None:
         super().__init__()
         experts = config.experts
-        assert experts is not None and config.names.mlp_norm is not None
+        assert experts is not None
         names, prefix, hidden = config.names, f"{config.names.layers}.{layer}.", config.hidden
         self.activation, self.residual_scale = config.activation, config.residual_scale
         self.top_k, self.normalize, self.count = experts.top_k, experts.normalize, experts.count
@@ -50,9 +50,8 @@ class ExpertMLP(nn.Module):
             down.append(Piece(name, shape, everything, inner, number * hidden))
         self.up_proj = new_weight(config.weights, len(down) * 2 * self.width, hidden, False, dtype, up, len(down))
         self.down_proj = new_weight(config.weights, len(down) * hidden, self.width, False, dtype, down, len(down))
-        self.norm = Norm(prefix + names.mlp_norm, hidden, config, dtype)
-        post = names.mlp_post_norm
-        self.post_norm = None if post is None else Norm(prefix + post, hidden, config, dtype)
+        self.norm = new_norm(prefix, names.mlp_norm, config, dtype)
+        self.post_norm = new_norm(prefix, names.mlp_post_norm, config, dtype)
 
     def forward(
         self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None

@@ -6,7 +6,7 @@ from torch import nn
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.layers.cache import KVCache, Metadata
-from ladder.layers.norm import Norm
+from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import part
 from ladder.layers.weight import Piece, new_weight
@@ -38,11 +38,8 @@ class MLP(nn.Module):
         down = Piece(prefix + names.down, (config.hidden, config.ffn), everything, mine, 0, names.transposed)
         bias = config.mlp_bias and comm.rank == 0  # it is added once
         self.down_proj = new_weight(config.weights, config.hidden, width, bias, dtype, [down])
-        if norm is None and names.mlp_norm is not None:
-            norm = Norm(prefix + names.mlp_norm, config.hidden, config, dtype)
-        self.norm = norm
-        post = names.mlp_post_norm
-        self.post_norm = None if post is None else Norm(prefix + post, config.hidden, config, dtype)
+        self.norm = norm or new_norm(prefix, names.mlp_norm, config, dtype)
+        self.post_norm = new_norm(prefix, names.mlp_post_norm, config, dtype)
 
     def forward(
         self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None

@@ -41,3 +41,8 @@ class Norm(nn.Module):
         yield Shard(f"{self.name}.weight", (self.width,), (self.part,), self.weight.data)
         if self.bias is not None:
             yield Shard(f"{self.name}.bias", (self.width,), (self.part,), self.bias.data)
+
+
+def new_norm(prefix: str, name: str | None, config: ModelConfig, dtype: torch.dtype) -> Norm | None:
+    """A norm of the stream, where the family has one of this name."""
+    return None if name is None else Norm(prefix + name, config.hidden, config, dtype)

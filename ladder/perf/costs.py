@@ -32,19 +32,30 @@ class RankCosts:
         """Elements of the matrices of one layer's attention."""
         return self.config.hidden * self.config.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
-    @property
-    def mlp(self) -> int:
-        """Elements of the matrices of one layer's MLP."""
-        return 3 * self.config.hidden * self.config.ffn // self.tp
+    def mlp(self, rows: int | None = 1) -> float:
+        """Elements of the matrices of a layer's MLP that `rows` tokens read, at most; None: all there are. The mean of
+        the layers, where some have experts.
+        """
+        c = self.config
+        dense = (2 + c.habits.gated) * c.hidden * c.ffn // self.tp
+        if c.experts is None:
+            return dense
+        chosen = c.experts.count if rows is None else min(c.experts.count, rows * c.experts.top_k)
+        sparse = c.experts.count * c.hidden + chosen * 3 * c.hidden * c.experts.ffn // self.tp
+        return (dense * len(c.experts.dense_layers) + sparse * (c.layers - len(c.experts.dense_layers))) / c.layers
 
     @property
     def vectors(self) -> int:
-        """Elements of all norms and biases."""
+        """Elements of all norms, biases and learned positions."""
         c = self.config
-        layer = 2 * c.hidden + 2 * c.head_dim * c.qk_norm
-        layer += c.qkv_bias * c.head_dim * (self.heads + 2 * self.kv_heads) + c.o_bias * c.hidden
-        layer += c.mlp_bias * (2 * c.ffn // self.tp + c.hidden)
-        return c.layers * layer + c.hidden
+        names, norm = c.names, c.hidden * (1 + c.habits.layer_norm)
+        norms = [names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm]
+        layer = norm * len({name for name in norms if name is not None})
+        heads = c.head_dim * (self.heads + self.kv_heads)
+        layer += {"": 0, "head": 2 * c.head_dim, "all": heads}[c.habits.qk_norm]
+        layer += c.qkv_bias * (heads + c.head_dim * self.kv_heads) + c.o_bias * c.hidden
+        layer += c.mlp_bias * ((1 + c.habits.gated) * c.ffn // self.tp + c.hidden)
+        return c.layers * layer + norm + (0 if names.positions is None else c.context * c.hidden)
 
     @property
     def head(self) -> int:
@@ -54,7 +65,7 @@ class RankCosts:
     @property
     def weight_bytes(self) -> int:
         tables = self.head * (1 if self.config.tied else 2)
-        return self.element_bytes * (self._layers + tables)
+        return self.element_bytes * (self._layers(None) + tables)
 
     def cache_bytes(self, sequences: int, positions: int) -> int:
         """Keys and values."""
@@ -64,8 +75,8 @@ class RankCosts:
         return 2 * self.element_bytes * sequences * positions * self.kv_heads * self.config.head_dim
 
     def step_bytes(self, batch: int, context: int) -> int:
-        """What a decode step cannot avoid to read: every weight but the embedding, and the keys and values."""
-        return self.element_bytes * (self._layers + self.head) + self.cache_bytes(batch, context)
+        """What a decode step reads: every weight but the embedding, of experts the chosen ones, and keys and values."""
+        return self.element_bytes * (self._layers(batch) + self.head) + self.cache_bytes(batch, context)
 
     def score_operations(self, pairs: float) -> float:
         """Of one layer's attention, for so many pairs of a query and a key: scores and weighted values."""
@@ -73,13 +84,12 @@ class RankCosts:
 
     def prompt_operations(self, batch: int, tokens: int) -> float:
         """Of all layers, for `batch` prompts of `tokens`."""
-        matrices = 2 * batch * tokens * (self.attention + self.mlp)
+        matrices = 2 * batch * tokens * (self.attention + self.mlp())
         return self.config.layers * (matrices + self.score_operations(causal_pairs(batch, tokens)))
 
-    @property
-    def _layers(self) -> int:
-        """Elements of the layers and the last norm."""
-        return self.config.layers * (self.attention + self.mlp) + self.vectors
+    def _layers(self, rows: int | None) -> int:
+        """Elements of the layers and the last norm that `rows` tokens read; None: all there are."""
+        return round(self.config.layers * (self.attention + self.mlp(rows))) + self.vectors
 
 
 def causal_pairs(batch: int, tokens: int) -> float:

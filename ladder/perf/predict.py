@@ -99,11 +99,11 @@ def _parts(s: Setting, stage: Stage, tokens: int, cache: float, scores: float, o
     reading_rate, computing_rate = s.chip.read_tb_s * 1e12, stage.efficiency * s.chip.bf16_tflop_s * 1e12
     smaller = s.engine.smaller if outputs is None else 0.0
     costs, found, bounds, read, operations = s.costs, [], [], 0.0, 0.0
-    for elements, more, extra, overhead in (
-        (costs.attention, cache, scores, stage.attention),
-        (costs.mlp, 0.0, 0.0, stage.mlp),
+    for elements, active, more, extra, overhead in (
+        (costs.attention, costs.attention, cache, scores, stage.attention),
+        (costs.mlp(tokens), costs.mlp(), 0.0, 0.0, stage.mlp),
     ):
-        size, work = elements * costs.element_bytes, 2 * elements * tokens + extra
+        size, work = elements * costs.element_bytes, 2 * active * tokens + extra
         reach = stage.reach * (1 - smaller * max(0.0, log2(WHOLE / size)))
         reading, computing = (size / reach + more / stage.reach) / reading_rate, work / computing_rate
         found.append(overhead + max(reading, computing))

@@ -1,7 +1,6 @@
 """A scan as a picture: what each layer costs alone, and what growing sets cost.
 
-matplotlib comes from the caller, who has asked for it in the one place where its absence costs a sentence, and has said
-how pictures look.
+matplotlib and its style come from the caller: it is optional, and imported in one place.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ def draw(
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=size, layout="constrained", width_ratios=(width, 6.0), gridspec_kw={"wspace": 0.06}
     )
-    figure.suptitle(_told(name, scan, proposal), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.suptitle(_title(name, scan, proposal), x=0.01, ha="left", fontsize=13, fontweight="bold")
     _alone(left, scan, proposal)
     _curves(right, scan, budget, proposal)
     figure.savefig(path, dpi=120)
@@ -78,14 +77,14 @@ def _mark(axis: Any, damage: Damage) -> None:
     axis.scatter([len(damage.layers)], [damage.kl], label=f"proposed: {len(damage.layers)} layers", **style)
 
 
-def _told(name: str, scan: Scan, proposal: Proposal | None) -> str:
+def _title(name: str, scan: Scan, proposal: Proposal | None) -> str:
     title = f"{name}: what it costs to wire layers as {scan.row}, {scan.state}"
     if proposal is None:
         return title
-    told = f"\nproposed: {len(proposal.damage.layers)} of {len(scan.order)} layers, KL {proposal.damage.kl:.3g}"
+    proposed = f"\nproposed: {len(proposal.damage.layers)} of {len(scan.order)} layers, KL {proposal.damage.kl:.3g}"
     return (
         title
-        + told
+        + proposed
         + (f", predicted to be {proposal.predicted:.2f} times as fast as standard" if proposal.predicted else "")
     )
 

@@ -1,9 +1,9 @@
-"""A model whose wirings are tried on the same windows of text, merely rewired or fitted first: what each costs.
+"""Measures a model under several wirings on the same sequences of text, merely rewired or fitted first.
 
-Nothing is stored: a batch of windows goes through the original and then through every set of a round, and its logits
-are dropped. The original is computed once in each round: one for the layers alone, one for all grown sets (greedy: one
-for each size; fitted, one for each set, beside a copy of the model). The model is rewired in place and is afterwards
-what it was, whatever happens.
+No logits are stored: a batch of sequences goes through the original and then through every set of layers of a round.
+The original is computed once in each round: one for the layers alone, one for all grown sets (greedy: one for each
+size; fitted, one for each set, beside a copy of the model). The model is rewired in place; afterwards it is what it
+was, also after an error.
 """
 
 import copy
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import exp
 from typing import Any
 
 import torch
@@ -21,19 +20,19 @@ from transformers import PreTrainedModel
 from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import show
-from ladder.hf.measures import Estimate, checked_window
+from ladder.hf.measures import Estimate, checked_window, compare
 from ladder.hf.wire import inside, layers_of, refuse_settings, wire_layers
+from ladder.progress import Progress
 from ladder.scan.solve import solve
 from ladder.wiring import Out, Wiring, canonical
 from ladder.wiring import row as row_of
 
-Progress = Callable[[int, int, str], None]  # windows done, windows in all (counted anew in each round), of what
-Heard = Callable[[str, "Damage", "Damage"], None]  # alone, grown or last; the damage; the original's
+OnMeasured = Callable[[str, "Damage", "Damage"], None]  # alone, grown or last; the damage; the original's
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What it costs to wire some layers; the standard errors are None where there is but one window."""
+    """What it costs to wire some layers; the standard errors are None where there is but one sequence."""
 
     layers: tuple[int, ...]  # in the model's order
     wiring: str  # of the whole model: what `--wiring` takes
@@ -41,101 +40,98 @@ class Damage:
     kl_stderr: float | None
     perplexity: float
     perplexity_stderr: float | None
-    agreement: float  # share of positions whose likeliest token stayed
+    agreement: float  # share of positions whose likeliest token is unchanged
 
 
 class Probe:
-    """A model whose wirings are tried on the same windows; what was measured is remembered."""
+    """A model and the sequences that its wirings are measured on; nothing is measured twice."""
 
     def __init__(
         self,
         model: Any,
-        windows: Tensor,
+        sequences: Tensor,
         row: str,
         batch: int,
         progress: Progress | None,
         fit: Tensor | None,
-        heard: Heard | None,
+        on_measured: OnMeasured | None,
     ) -> None:
         self.model = inside(model)
         if not isinstance(self.model, PreTrainedModel):
             raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
         config = self.model.config
         self.own, self.row = original_wiring(config), checked_row(row)
-        self.layers = tried(self.own, self.row)
-        if windows.dim() != 2 or not len(windows) or windows.shape[1] < 2:
-            raise LadderError(f"windows must be [n, length] with at least 2 tokens each, not {list(windows.shape)}")
-        checked_window(config, windows.shape[1] - 1)
+        self.layers = layers_to_scan(self.own, self.row)
+        if sequences.dim() != 2 or not len(sequences) or sequences.shape[1] < 2:
+            raise LadderError(f"sequences must be [n, length] with at least 2 tokens each, not {list(sequences.shape)}")
+        checked_window(config, sequences.shape[1] - 1)
         vocabulary = config.get_text_config().vocab_size
-        if int(windows.max()) >= vocabulary or int(windows.min()) < 0:
-            raise LadderError(f"the text's tokens go up to {int(windows.max())}, the model has {vocabulary}")
+        if int(sequences.max()) >= vocabulary or int(sequences.min()) < 0:
+            raise LadderError(f"the text's tokens go up to {int(sequences.max())}, the model has {vocabulary}")
         if batch < 1:
-            raise LadderError(f"batch is {batch} windows: at least 1 is needed")
+            raise LadderError(f"batch is {batch} sequences: at least 1 is needed")
         if fit is not None and not self.own.is_standard:
             raise LadderError(f"only a model that was trained as standard can be fitted, and this one is {self.own}")
-        self.windows, self.batch = windows, batch
+        self.sequences, self.batch = sequences, batch
         self.fit, self.fitted = fit, 0 if fit is None else fit.numel()
-        self.tokens = len(windows) * (windows.shape[1] - 1)
-        self.tell = progress or (lambda done, total, what: None)
-        self.hear = heard or (lambda kind, damage, original: None)
+        self.tokens = len(sequences) * (sequences.shape[1] - 1)
+        self.progress = progress or (lambda done, total, what: None)
+        self.on_measured = on_measured or (lambda kind, damage, original: None)
         self.known: dict[tuple[int, ...], Damage] = {}
 
     def wiring(self, layers: tuple[int, ...]) -> Wiring:
-        return wired(self.own, layers, self.row)
+        return with_row(self.own, layers, self.row)
 
     def measure(self, sets: Sequence[tuple[int, ...]], what: str, kinds: Sequence[str] = ()) -> list[Damage]:
-        """The damage of each set of layers, in one round over the windows (fitted: one each); told as these kinds."""
+        """The damage of each set of layers, in one round over the sequences (fitted: one each); reported by kind."""
         fresh = [layers for layers in dict.fromkeys(((), *sets)) if layers not in self.known]
-        untold = list(zip(kinds, sets, strict=True)) if kinds else []
-        done, total = 0, len(fresh) * len(self.windows)
+        unreported = list(zip(kinds, sets, strict=True)) if kinds else []
+        done, total = 0, len(fresh) * len(self.sequences)
         for group in [fresh] * bool(fresh) if self.fit is None else [[layers] for layers in fresh]:
             sums: dict[tuple[int, ...], list[Tensor]] = {layers: [] for layers in group}
             solved = None
             if self.fit is not None and group[0]:
-                solved = self._solved(group[0], self.fit, partial(self.tell, done, total))
-            for rows in self.windows.split(self.batch):
-                original = self._logits((), rows)
+                solved = self._solved(group[0], self.fit, partial(self.progress, done, total))
+            for batch in self.sequences.split(self.batch):
+                original = self._logits((), batch)
                 for layers in group:
-                    logits = self._logits(layers, rows, solved) if layers else original
-                    sums[layers] += [
-                        _scores(*pair) for pair in zip(logits, original, rows[:, 1:].to(logits.device), strict=True)
-                    ]
-                    done += len(rows)
-                    self.tell(done, total, what)
+                    logits = self._logits(layers, batch, solved) if layers else original
+                    sums[layers] += _compared(logits, original, batch[:, 1:])
+                    done += len(batch)
+                    self.progress(done, total, what)
                 if sums.get(()) and bool(sums[()][-1].isnan().any()):
                     raise LadderError("the model's output is not finite: check its weights, or take a wider dtype")
             for layers in group:
                 self.known[layers] = self._damage(layers, torch.stack(sums[layers]).cpu())
-            self._tell_known(untold)
-        self._tell_known(untold)
+            self._report(unreported)
+        self._report(unreported)
         return [self.known[layers] for layers in sets]
 
-    def _tell_known(self, untold: list[tuple[str, tuple[int, ...]]]) -> None:
-        """Those at the head of the list that are known by now leave it."""
-        while untold and untold[0][1] in self.known:
-            kind, layers = untold.pop(0)
-            self.hear(kind, self.known[layers], self.known[()])
+    def _report(self, unreported: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Report those at the head of the list that are measured by now, and remove them from it."""
+        while unreported and unreported[0][1] in self.known:
+            kind, layers = unreported.pop(0)
+            self.on_measured(kind, self.known[layers], self.known[()])
 
-    def _logits(self, layers: tuple[int, ...], rows: Tensor, solved: Any = None) -> Tensor:
-        """[windows, positions, vocabulary], of the model or of one that was fitted to these layers' wiring."""
+    def _logits(self, layers: tuple[int, ...], batch: Tensor, solved: Any = None) -> Tensor:
+        """[sequences, positions, vocabulary], of the model or of one that was fitted to these layers' wiring."""
         model = solved
         if model is None:
             model = self.model
             wire_layers(model, self.wiring(layers))
-        return model(input_ids=rows[:, :-1].to(model.device), use_cache=False).logits  # type: ignore[no-any-return]
+        return model(input_ids=batch[:, :-1].to(model.device), use_cache=False).logits  # type: ignore[no-any-return]
 
-    def _solved(self, layers: tuple[int, ...], rows: Tensor, tell: Callable[[str], None]) -> Any:
+    def _solved(self, layers: tuple[int, ...], sequences: Tensor, report: Callable[[str], None]) -> Any:
         def progress(layer: int, count: int, what: str) -> None:
-            tell(f"{what} layer {layer} of {count}")
+            report(f"{what} layer {layer} of {count}")
 
         wire_layers(self.model, self.own)
-        return solve(copy.deepcopy(self.model), self.wiring(layers), rows, batch=self.batch, progress=progress)
+        return solve(copy.deepcopy(self.model), self.wiring(layers), sequences, batch=self.batch, progress=progress)
 
     def _damage(self, layers: tuple[int, ...], sums: Tensor) -> Damage:
-        counts = torch.full((len(sums),), float(self.windows.shape[1] - 1), dtype=torch.float64)
-        surprise, kl, same = (Estimate.ratio(column, counts) for column in sums.unbind(1))
-        value = exp(surprise.value) if surprise.value < 700 else surprise.value * float("inf")  # what a double holds
-        perplexity = surprise.through(lambda _: value, value)
+        counts = torch.full((len(sums),), float(self.sequences.shape[1] - 1), dtype=torch.float64)
+        nats, kl, same = (Estimate.ratio(column, counts) for column in sums.unbind(1))
+        perplexity = nats.exp()
         figures = (kl.value, kl.stderr, perplexity.value, perplexity.stderr, same.value)
         return Damage(layers, str(self.wiring(layers)), *figures)
 
@@ -152,12 +148,12 @@ def original_wiring(config: Any) -> Wiring:
 
 
 def checked_row(name: str) -> str:
-    """A row that transformers can show the damage of."""
+    """A row whose damage can be measured on one rank."""
     name = canonical(name)
     if _is_local(name):
         raise LadderError(
             f"the damage of {name} depends on the number of ranks, and this measures on one, where it does none: "
-            "scan a row that reduces every sum, such as ladder, ladder-2 or parallel"
+            "scan a row that all-reduces every output, such as ladder, ladder-2 or parallel"
         )
     return name
 
@@ -166,12 +162,12 @@ def _is_local(name: str) -> bool:
     return any(block.out is Out.LOCAL for block in row_of(name))
 
 
-def wired(wiring: Wiring, layers: Sequence[int], row: str) -> Wiring:
+def with_row(wiring: Wiring, layers: Sequence[int], row: str) -> Wiring:
     """A wiring with these layers under another row."""
     return Wiring(tuple(row if at in layers else name for at, name in enumerate(wiring.layers)))
 
 
-def tried(wiring: Wiring, row: str) -> tuple[int, ...]:
+def layers_to_scan(wiring: Wiring, row: str) -> tuple[int, ...]:
     """The layers that are not under this row yet."""
     layers = tuple(at for at, name in enumerate(wiring.layers) if name != row)
     if not layers:
@@ -179,20 +175,16 @@ def tried(wiring: Wiring, row: str) -> tuple[int, ...]:
     return layers
 
 
-def _scores(logits: Tensor, original: Tensor, targets: Tensor) -> Tensor:
-    """Sums over one window: its tokens' surprise, KL(original || model), positions with the same likeliest token."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    model_says, original_says = (each.to(logits.device, wide).log_softmax(-1) for each in (logits, original))
-    apart = original_says.exp() * (original_says - model_says)
-    apart = apart.masked_fill(original_says.isneginf(), 0)  # what the original rules out adds nothing
-    surprise = -model_says.gather(-1, targets[:, None]).double().sum()
-    same = model_says.argmax(-1) == original_says.argmax(-1)
-    return torch.stack([surprise, apart.sum(-1).double().sum(), same.double().sum()])
+def _compared(logits: Tensor, original: Tensor, targets: Tensor) -> list[Tensor]:
+    """Each sequence's sums, in float32 one sequence at a time."""
+    device, wide = logits.device, torch.promote_types(logits.dtype, torch.float32)
+    triples = zip(logits, original, targets.to(device), strict=True)
+    return [compare([each.to(device, wide) for each in pair], target) for *pair, target in triples]
 
 
 @contextmanager
-def borrowed(model: Any) -> Iterator[None]:
-    """No gradients, no dropout, any wiring; afterwards every layer is what it was."""
+def rewired_temporarily(model: Any) -> Iterator[None]:
+    """No gradients and no dropout. The layers may be rewired: afterwards every one is what it was."""
     layers = layers_of(model)
     before = [(type(layer), dict(vars(layer))) for layer in layers]  # no tensors are copied
     training = {module: module.training for module in model.modules()}

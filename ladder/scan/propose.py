@@ -1,7 +1,7 @@
 """From what a scan measured to the layers to wire: within a budget of damage, or fast enough by the performance model.
 
-Speed is that of decoding a token, in times of the standard wiring, on a machine that `ladder plan` could be asked
-about. The performance model walks the pattern layer by layer, so it is asked about every set as it is.
+Speed is that of decoding a token, in times of the standard wiring, on a machine that `ladder plan` knows. The
+performance model walks the pattern layer by layer, so every set has its own prediction.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from ladder.perf.chips import Chip
 from ladder.perf.memory import check_memory, more_ranks
 from ladder.perf.plan import MOST_RANKS, ROOM, known_link
 from ladder.perf.predict import Setting, decoding, engine_of
-from ladder.scan.probe import Damage, wired
+from ladder.scan.probe import Damage, with_row
 from ladder.scan.scan import Scan
 from ladder.wiring import Wiring
 
@@ -23,7 +23,7 @@ Predictor = Callable[[Wiring], float]  # how many times as fast as the standard 
 
 
 @dataclass(frozen=True)
-class Machine:
+class TargetMachine:
     """Where the model is to run, with the names and defaults of `ladder plan`."""
 
     chip: str = "h100"
@@ -32,7 +32,7 @@ class Machine:
     requests: int = 1  # at a time
 
     def predictor(self, config: ModelConfig) -> Predictor:
-        """Refuses what cannot be."""
+        """Predicts speeds on this machine; what is not possible is refused."""
         for what, value in (("tp", self.tp), ("requests", self.requests)):
             if not 1 <= value <= 1_000_000:
                 raise LadderError(f"{what} must be from 1 to a million, not {value}")
@@ -59,7 +59,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A set of layers, and how it stands to what was asked for."""
+    """A set of layers, beside what was asked for."""
 
     damage: Damage
     budget: float | None  # nats per token that were allowed
@@ -130,7 +130,7 @@ def check_wishes(budget: float | None, speed: float | None) -> None:
 
 def check_reach(speed: float, own: Wiring, layers: Sequence[int], row: str, predictor: Predictor) -> None:
     """Refuse a speed that not even all layers give, before anything is measured."""
-    most = predictor(wired(own, layers, row))
+    most = predictor(with_row(own, layers, row))
     if most < speed:
         raise LadderError(_too_fast(speed, most, row))
 
@@ -151,4 +151,4 @@ def _too_fast(speed: float, most: float, row: str) -> str:
 
 
 def _wiring(scan: Scan, layers: Sequence[int]) -> Wiring:
-    return wired(scan.wiring, layers, scan.row)
+    return with_row(scan.wiring, layers, scan.row)

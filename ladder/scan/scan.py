@@ -4,12 +4,12 @@
     grown   the n layers that hurt least: by their damage alone, or (greedy) each next one by trying all that remain
     last    the last n layers, for comparison
 
-The cost is KL(original || rewired) in nats per token: it sees what moved, whether or not the text likes it. Perplexity
-and greedy agreement come with it. Sizes of sets are a sample of the curve; 1, half and all are always among them. A set
-costs what it costs merely rewired or, where rows to fit on are given, what is left when `solve` has done what it can.
+The cost is KL(original || rewired) in nats per token: every change counts, whether or not it makes the text likelier.
+Perplexity and greedy agreement are measured too. Sizes of sets are a sample of the curve; 1, half and all are always
+among them. A set is measured merely rewired or, where sequences to fit on are given, after `solve`.
 
-A window is a row of tokens: position j reads row[0..j] and predicts row[j+1], so a row of W+1 tokens counts W times.
-All windows count alike, and standard errors take them as independent, as `ladder.hf.measures` has it.
+Position j of a sequence reads tokens 0..j and predicts token j+1, so a sequence of n+1 tokens counts n times. All
+sequences count alike, and standard errors take them as independent, as in `ladder.hf.measures`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ladder.errors import LadderError
-from ladder.scan.probe import Damage, Heard, Probe, Progress, borrowed
+from ladder.progress import Progress
+from ladder.scan.probe import Damage, OnMeasured, Probe, rewired_temporarily
 from ladder.wiring import Wiring
 
 POINTS = 8
@@ -43,7 +44,7 @@ class Scan:
 
     @property
     def state(self) -> str:
-        """What the layers have been through."""
+        """Whether the layers were fitted."""
         return f"fitted on {self.fitted} tokens, not trained" if self.fitted else "before any training"
 
     def sized(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -53,26 +54,26 @@ class Scan:
 
 def scan(
     model: Any,
-    windows: Tensor,
+    sequences: Tensor,
     row: str = "ladder",
     points: int = POINTS,
     greedy: bool = False,
     batch: int = 8,
     progress: Progress | None = None,
     fit: Tensor | None = None,
-    heard: Heard | None = None,
+    on_measured: OnMeasured | None = None,
 ) -> Scan:
     """Try a row of the table on a loaded model, layer by layer and in growing sets.
 
-    `windows`: [n, length] tokens. `points`: about so many sizes of sets, 0 for every size (as greedy has it). `batch`:
-    windows at a time; it changes no value. `fit`: rows to fit each set on, a multiple of `batch`. `heard` is told what
-    the scan will hold as soon as it is known: fitted, set by set; else round by round.
+    `sequences`: [n, length] tokens. `points`: about so many sizes of sets, 0 for every size (as greedy has it).
+    `batch`: sequences at a time; it changes no value. `fit`: sequences to fit each set on, a multiple of `batch`.
+    `on_measured` is called with each result as soon as it is known: fitted, set by set; else round by round.
     """
     if points < 0:
         raise LadderError(f"points is {points}: it must be 0 (every size) or more")
-    probe = Probe(model, windows, row, batch, progress, fit, heard)
+    probe = Probe(model, sequences, row, batch, progress, fit, on_measured)
     layers = probe.layers
-    with borrowed(probe.model):
+    with rewired_temporarily(probe.model):
         alone = probe.measure([(layer,) for layer in layers], "layers alone", ["alone"] * len(layers))
         order = [found.layers[0] for found in sorted(alone, key=_cost)]
         if greedy:
@@ -85,21 +86,21 @@ def scan(
     return Scan(probe.row, probe.own, probe.known[()], probe.tokens, tuple(order), tuple(alone), *curves, probe.fitted)
 
 
-def extended(
+def extend(
     model: Any,
-    windows: Tensor,
+    sequences: Tensor,
     found: Scan,
     size: int,
     batch: int = 8,
     progress: Progress | None = None,
     fit: Tensor | None = None,
-    heard: Heard | None = None,
+    on_measured: OnMeasured | None = None,
 ) -> Scan:
-    """A scan with one more size on its curves, of the same model, windows and rows."""
+    """A scan with one more size on its curves, of the same model and sequences."""
     if size in (len(damage.layers) for damage in found.grown):
         return found
-    probe = Probe(model, windows, found.row, batch, progress, fit, heard)
-    with borrowed(probe.model):
+    probe = Probe(model, sequences, found.row, batch, progress, fit, on_measured)
+    with rewired_temporarily(probe.model):
         grown, last = probe.measure(found.sized(size), f"{size} layers", ("grown", "last"))
     return replace(found, grown=_by_size(*found.grown, grown), last=_by_size(*found.last, last))
 
@@ -115,39 +116,39 @@ def sizes(layers: int, points: int) -> list[int]:
     return sorted({1, -(-layers // 2), *(-(-layers * step // points) for step in range(1, points + 1))})
 
 
-def windows_of(tokens: Sequence[int], window: int, most: int, begin: int | None = None) -> Tensor:
-    """Windows of a text, [n, window + 1]: each predicts `window` tokens, all together at most `most`.
+def scan_sequences(tokens: Sequence[int], seq_len: int, most: int, begin: int | None = None) -> Tensor:
+    """Sequences of a text, [n, seq_len + 1]: each predicts `seq_len` tokens, all together at most `most`.
 
-    As `ladder eval` cuts it: every window's last token is the next one's first, unless texts of the model begin with a
-    token of their own. What is left at the end is less than a window, and dropped.
+    As `ladder eval` cuts it: every sequence's last token is the next one's first, unless texts of the model begin with
+    a special token (`begin`). What is left at the end is shorter than a sequence, and dropped.
     """
-    if most < window:
-        raise LadderError(f"{most} tokens are less than a window of {window}: take more of them, or a shorter window")
-    count = min(most, len(tokens) - 1) // window
+    if most < seq_len:
+        raise LadderError(f"{most} tokens are less than a sequence of {seq_len}: take more, or a smaller --seq-len")
+    count = min(most, len(tokens) - 1) // seq_len
     if count < 1:
         raise LadderError(
-            f"the text has {len(tokens)} tokens, a window of {window} needs {window + 1}: "
-            "take a longer text, or a shorter window"
+            f"the text has {len(tokens)} tokens, a sequence of {seq_len} needs {seq_len + 1}: "
+            "take a longer text, or a smaller --seq-len"
         )
-    rows = torch.tensor(tokens[: count * window + 1], dtype=torch.long).unfold(0, window + 1, window).clone()
+    sequences = torch.tensor(tokens[: count * seq_len + 1], dtype=torch.long).unfold(0, seq_len + 1, seq_len).clone()
     if begin is not None:
-        rows[:, 0] = begin
-    return rows
+        sequences[:, 0] = begin
+    return sequences
 
 
-def rows_of(tokens: Sequence[int], measured: Tensor, most: int, batch: int, begin: int | None = None) -> Tensor:
-    """Rows to fit on, [n, window], a multiple of `batch`: at most `most` tokens of a text, behind its windows."""
-    window = measured.shape[1] - 1
-    at = len(measured) * window + 1
-    if not (count := min(most, len(tokens) - at) // (batch * window) * batch):
+def fit_sequences(tokens: Sequence[int], measured: Tensor, most: int, batch: int, begin: int | None = None) -> Tensor:
+    """Sequences to fit on, [n, seq_len], n a multiple of `batch`: at most `most` tokens, behind those measured on."""
+    seq_len = measured.shape[1] - 1
+    at = len(measured) * seq_len + 1
+    if not (count := min(most, len(tokens) - at) // (batch * seq_len) * batch):
         raise LadderError(
-            f"a fit takes {batch * window} tokens at least, a batch of windows, behind the {at} that are measured on; "
+            f"a fit takes {batch * seq_len} tokens at least, a batch of sequences, behind the {at} measured on; "
             f"{most} are wanted, and the text has {len(tokens)}"
         )
-    rows = torch.tensor(tokens[at : at + count * window], dtype=torch.long).view(count, window)
+    sequences = torch.tensor(tokens[at : at + count * seq_len], dtype=torch.long).view(count, seq_len)
     if begin is not None:
-        rows[:, 0] = begin
-    return rows
+        sequences[:, 0] = begin
+    return sequences
 
 
 def _greedy(probe: Probe, rest: Sequence[int]) -> list[int]:
@@ -163,5 +164,5 @@ def _greedy(probe: Probe, rest: Sequence[int]) -> list[int]:
 
 
 def _cost(damage: Damage) -> float:
-    """What is not finite costs most."""
+    """For sorting: NaN last."""
     return float("inf") if isnan(damage.kl) else damage.kl

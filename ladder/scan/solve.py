@@ -1,15 +1,15 @@
-"""Weights that make up for what a rewired layer no longer sees: solved for, not trained.
+"""Weights that make up for what a rewired layer no longer reads: by least squares, not by training.
 
-A sub-block of the original reads n(t), the norm of its stream; rewired it reads n(s), a stream without its newest sums.
-As far as what is missing is a linear function of what is there, a weight can make up for it:
+A sub-block of the original reads n(t), the norm of its stream; rewired it reads n(s), a stream without its newest
+results. As far as what is missing is a linear function of what is there, a weight can make up for it:
 
     C  = argmin  sum | C n(s) - n(t) |^2  +  ridge | C - 1 |^2                every weight W that reads becomes W C
     W' = argmin  sum | W' h + s - t' |^2 / |t'|^2  +  ridge | W' - W |^2      W, the projection back to the stream
 
-over the tokens of a text; t' is the original's stream behind the sub-block, h what the projection is given. From the
-first rewired layer on, sub-block after sub-block, each on the streams that those before it leave, so that it also mends
-what they could not. No gradients: a pass over the text and two systems of equations a sub-block. `ridge` is relative
-to the mean square of what is read. Where a norm stands behind the projection, or experts share it, it stays as it is.
+over the tokens of a text; t' is the original's stream after the sub-block, h the projection's input. From the first
+rewired layer on, sub-block after sub-block, each on the streams that those before it produce, so that it also corrects
+what they could not. No gradients: a pass over the text and two systems of equations per sub-block. `ridge` is relative
+to the mean square of the inputs. Where a norm follows the projection, or experts share it, it stays as it is.
 """
 
 import copy
@@ -37,27 +37,27 @@ RIDGE = 0.01
 def solve(
     model: Any,
     wiring: str | Wiring,
-    rows: Tensor,
+    sequences: Tensor,
     ridge: float = RIDGE,
     batch: int = 8,
     progress: Progress | None = None,
 ) -> Any:
-    """Wire a model in place and fit its weights, which were trained as standard, on `rows`, [n, length] tokens; returns
-    it. `batch` rows at a time, of which there must be a multiple. Keeps about ten streams of all tokens beside the
-    model, and a copy of one layer.
+    """Rewire a model in place and fit its weights, which were trained as standard, on `sequences`, [n, length] tokens;
+    returns it. `batch` sequences at a time, of which there must be a multiple. Keeps about ten streams of all tokens
+    beside the model, and a copy of one layer.
     """
-    if len(rows) % batch or not len(rows):
-        raise LadderError(f"{len(rows)} rows of tokens are no multiple of a batch of {batch}")
+    if len(sequences) % batch or not len(sequences):
+        raise LadderError(f"{len(sequences)} sequences are no multiple of a batch of {batch}")
     model.eval()
     rewire(model, "standard")
     layers: Sequence[Any] = layers_of(model)
     if isinstance(wiring, str):
         wiring = Wiring.parse(wiring, len(layers))
-    calls, streams = _calls(model, layers, rows.split(batch))
+    calls, streams = _calls(model, layers, sequences.split(batch))
     places = [layer.place for layer in layers]
     rewire(model, wiring)
     first = next((index for index, name in enumerate(wiring.layers) if name != "standard"), len(layers))
-    wired: list[Any] = list(streams)  # as the rewired layers hand them on
+    wired: list[Any] = list(streams)  # the rewired layers' own
     for index, layer in enumerate(layers):
         if index < first:
             wired = [_run(layer, stream, calls[index]) for stream in wired]
@@ -71,7 +71,7 @@ def solve(
 
 
 def _calls(model: Any, layers: Sequence[Any], batches: Sequence[Tensor]) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    """What each layer is called with besides the stream, which is the same for every batch; each batch's embedding."""
+    """Each layer's arguments besides the stream, the same for every batch; each batch's embedding."""
     calls: list[dict[str, Any]] = []
     streams: list[Tensor] = []
 
@@ -80,12 +80,12 @@ def _calls(model: Any, layers: Sequence[Any], batches: Sequence[Tensor]) -> tupl
 
     def begin(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         streams.append(arguments[0])
-        raise _Enough
+        raise _Stop
 
-    for hooks, rows in ((dict.fromkeys(layers, call), batches[:1]), ({layers[0]: begin}, batches)):
+    for hooks, some in ((dict.fromkeys(layers, call), batches[:1]), ({layers[0]: begin}, batches)):
         handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in hooks.items()]
         try:
-            for ids in rows:
+            for ids in some:
                 _until(partial(model, input_ids=ids.to(model.device), use_cache=False))
         finally:
             for handle in handles:
@@ -96,62 +96,64 @@ def _calls(model: Any, layers: Sequence[Any], batches: Sequence[Tensor]) -> tupl
 def _fit_layer(
     layer: Any, standard: Place, call: dict[str, Any], streams: list[Tensor], wired: list[Any], ridge: float
 ) -> list[Tensor]:
-    """Fit one layer's weights; returns the original's streams behind it."""
+    """Fit one layer's weights; returns the original's streams after it."""
     family = layer.place.family
     scale = 1.0 if family.scale is None else float(getattr(layer, family.scale))
     original = copy.deepcopy(layer)
     original.place = standard
-    wanted = [_watched(original, stream, call) for stream in streams]
+    wanted = [_record(original, stream, call) for stream in streams]
     for branch in (family.attention, family.mlp):
         if branch.out is not None and (branch.block, "adds") not in wanted[0].at:
-            raise LadderError(f"the model goes around its {branch.block}.{branch.out} (slow_but_exact?): turn that off")
+            raise LadderError(
+                f"the model does not call its {branch.block}.{branch.out} (slow_but_exact?): turn that off"
+            )
     for branch in (family.attention, family.mlp):
-        sums = _Sums()
+        equations = _NormalEquations()
         for goal, stream in zip(wanted, wired, strict=True):
-            x = _watched(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
-            sums.add(x, _wide(goal.at[branch.block, "reads"]) - _wide(x))
-        move = sums.least(ridge)  # C = (1 + move) transposed
+            x = _record(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
+            equations.add(x, _wide(goal.at[branch.block, "reads"]) - _wide(x))
+        move = equations.solve(ridge)  # C = (1 + move) transposed
         for weight, across in _readers(layer, branch):
             wide = _wide(weight)
             weight.copy_(wide + (move.to(wide) @ wide if across else wide @ move.to(wide).mT))
         if (out := _projection(layer, branch)) is not None:
-            sums = _Sums()
+            equations = _NormalEquations()
             for goal, stream, before in zip(wanted, wired, streams, strict=True):
-                seen = _watched(layer, stream, call, until=(branch.block, "adds"))
+                seen = _record(layer, stream, call, until=(branch.block, "adds"))
                 end = _wide(before) + scale * goal.added(branch, family.attention)
                 own = _wide(_stream(stream)) + scale * seen.added(branch, family.attention)
                 gap = (end - own) / scale
-                sums.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
+                equations.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
             wide = _wide(out.weight)
-            move = sums.least(ridge).to(wide)
+            move = equations.solve(ridge).to(wide)
             out.weight.copy_(wide + (move if isinstance(out, Conv1D) else move.mT))
     return [goal.end for goal in wanted if goal.end is not None]
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a layer did: what a block `reads`, what its output projection `holds` and what that `adds`."""
+class _Activations:
+    """Of a layer's pass: what a block `reads`, the input that its output projection `holds`, and what that `adds`."""
 
     at: dict[tuple[str, str], Tensor]
-    end: Tensor | None  # the stream behind the layer; None: it was stopped before
+    end: Tensor | None  # the stream after the layer; None: the pass was stopped before
 
     def added(self, branch: Branch, attention: Branch) -> Tensor:
-        """To the stream, up to and with this sub-block."""
+        """To the stream, up to this sub-block, included."""
         added = _wide(self.at[attention.block, "adds"])
         return added if branch is attention else added + _wide(self.at[branch.block, "adds"])
 
 
-class _Enough(Exception):
-    """All is seen that was wanted of a pass."""
+class _Stop(Exception):
+    """The rest of a pass is not needed."""
 
 
-def _watched(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str] | None = None) -> _Seen:
+def _record(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str] | None = None) -> _Activations:
     at: dict[tuple[str, str], Tensor] = {}
 
     def keep(block: str, what: str, value: Tensor) -> None:
         at[block, what] = value
         if until == (block, what):
-            raise _Enough
+            raise _Stop
 
     handles = []
     for branch in (layer.place.family.attention, layer.place.family.mlp):
@@ -161,7 +163,7 @@ def _watched(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, st
             keep(name, "reads", arguments[0] if arguments else named["hidden_states"])
 
         def adds(out: nn.Module, arguments: Any, y: Tensor, name: str = name) -> None:
-            if until is not None:  # of the original nobody asks it, and it is wide
+            if until is not None:  # not needed of the original, and large
                 at[name, "holds"] = arguments[0]
             keep(name, "adds", y)
 
@@ -173,13 +175,13 @@ def _watched(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, st
     finally:
         for handle in handles:
             handle.remove()
-    return _Seen(at, None if end is None else _stream(end))
+    return _Activations(at, None if end is None else _stream(end))
 
 
 def _until(pass_: Callable[[], Any]) -> Any:
     try:
         return pass_()
-    except _Enough:
+    except _Stop:
         return None
 
 
@@ -192,12 +194,12 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _stream(handed: Any) -> Tensor:
-    return handed.stream if isinstance(handed, Carried) else handed
+def _stream(output: Any) -> Tensor:
+    return output.stream if isinstance(output, Carried) else output
 
 
 def _readers(layer: WiredLayer, branch: Branch) -> list[tuple[nn.Parameter, bool]]:
-    """The parameters that read the stream, and whether their first dimension is it (GPT-2's)."""
+    """The parameters that read the stream, and whether the stream is their first dimension (GPT-2's)."""
     block = layer.get_submodule(branch.block)
     found = []
     for name, parameter in block.named_parameters():
@@ -208,12 +210,12 @@ def _readers(layer: WiredLayer, branch: Branch) -> list[tuple[nn.Parameter, bool
 
 
 def _projection(layer: WiredLayer, branch: Branch) -> Any:
-    """What projects back to the stream, if nothing but a factor stands behind it."""
+    """The projection back to the stream, if nothing but a factor follows it."""
     return None if branch.out is None else out_of(layer, branch)
 
 
-class _Sums:
-    """x^T x and x^T gap over tokens."""
+class _NormalEquations:
+    """x^T x and x^T gap, summed over tokens."""
 
     def __init__(self) -> None:
         self._square: Tensor | None = None
@@ -229,8 +231,8 @@ class _Sums:
         self._square = square if self._square is None else self._square + square
         self._cross = cross if self._cross is None else self._cross + cross
 
-    def least(self, ridge: float) -> Tensor:
-        """[inputs, outputs]: what x is to be multiplied with to be nearest to the gap."""
+    def solve(self, ridge: float) -> Tensor:
+        """[inputs, outputs]: M with x M nearest to the gap."""
         assert self._square is not None and self._cross is not None
         if not bool(self._square.isfinite().all() and self._cross.isfinite().all()):
             raise LadderError("the model's streams are not finite: check its weights, or take a wider dtype")

@@ -1,4 +1,4 @@
-"""ladder adapt: a model learns to be itself again under another wiring, from its own original."""
+"""ladder adapt: a model is trained under another wiring to agree with its original."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,15 +15,15 @@ from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
-from ladder.scan.original import check_begin, read_original, read_tokenizer
-from ladder.train import folder as place
-from ladder.train.log import Progress
-from ladder.train.loss import Weights
+from ladder.progress import Progress
+from ladder.scan.checkpoints import check_init_from, read_original, read_tokenizer
+from ladder.train import folder
+from ladder.train.loss import LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
+from ladder.train.run import TrainingData, TrainingTask, compile_layers, run_training, save_trained
 from ladder.train.side import SideConfig, SideModel
-from ladder.train.staleness import Moving
-from ladder.train.teacher import Present, Questions, Ranks, Remembered, Teacher
-from ladder.train.work import Data, Job, compile_layers, save, work
+from ladder.train.teacher import CacheBuilder, CachedTeacher, OnlineTeacher, RankGroup, Teacher
+from ladder.train.trainer import StalenessSchedule
 from ladder.wiring import Wiring
 
 
@@ -31,48 +31,49 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
-    folders = {"model": Path(options.model), "begin": options.begin, "data": training.data, "valid": training.valid}
-    wanted = {**place.asked(options, training, **folders), "staleness": options.moving}
-    if not options.moving:
-        del wanted["staleness_way"]  # which runs from before it was refused may have said
-    place.check(options.out, wanted)
-    if place.finished(options.out):
-        raise LadderError(f"{options.out} is finished: name a new folder")
+    folders = {"model": Path(options.model), "init_from": options.init_from}
+    folders |= {"data": training.data, "valid": training.valid}
+    wanted = {**folder.described(options, training, **folders), "staleness": options.staleness_share}
+    if not options.staleness_share:
+        del wanted["staleness_way"]  # older runs may have it although it has no effect
+    folder.check(options.out, wanted)
     with quiet():
         wiring, tokenizer = _checked(options, training)
 
-    def make(data: Data, args: Any) -> Job:
+    def make(data: TrainingData, args: Any) -> TrainingTask:
         def original() -> Any:
             model = pretrained(AutoModelForCausalLM, options.model, dtype=_dtype(training)).to(args.device)
             if training.compiled:
                 compile_layers(model)
             return model
 
-        def questions() -> Questions:
+        def cache_builder() -> CacheBuilder:
             source = Path(options.model)
-            facts: dict[str, Any] = {"weights": place.digest(source)} if source.is_dir() else {"model": options.model}
+            facts: dict[str, Any] = {"weights": folder.digest(source)} if source.is_dir() else {"model": options.model}
             facts |= {"data": data.shards.fingerprint, "tokens": data.shards.tokens, "dtype": training.precision}
-            ranks = Ranks(args.process_index, args.world_size, args.distributed_state.wait_for_everyone)
-            return Questions(data.train, options.answers, options.teacher_top, facts, ranks)
+            ranks = RankGroup(args.process_index, args.world_size, args.distributed_state.wait_for_everyone)
+            return CacheBuilder(data.train, options.teacher_cache, options.teacher_top, facts, ranks)
 
-        asked = questions() if options.teacher_top else None
+        builder = cache_builder() if options.teacher_top else None
         teacher: Teacher | None = None
         if options.kl_weight or options.hidden_weight:
-            teacher = Remembered() if options.teacher_top else Present(original())
-        steps = round(options.moving * training.steps)
-        kept = _dtype(training) if options.method == "side" else torch.float32  # what is trained is trained in float32
-        model = pretrained(AutoModelForCausalLM, str(options.begin or options.model), dtype=kept)
+            teacher = CachedTeacher() if options.teacher_top else OnlineTeacher(original())
+        steps = round(options.staleness_share * training.steps)
+        dtype = _dtype(training) if options.method == "side" else torch.float32  # trained weights are float32
+        model = pretrained(AutoModelForCausalLM, str(options.init_from or options.model), dtype=dtype)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
-        set_seed(training.seed)  # what is new in the model is drawn
+        set_seed(training.seed)  # for the model's new parameters
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options, wired)
-        weights = Weights(options.kl_weight, options.lm_weight, options.hidden_weight)
+        weights = LossWeights(options.kl_weight, options.lm_weight, options.hidden_weight)
         finish = _finisher(options, wiring, tokenizer, own)
-        moving = Moving(steps, options.staleness_way, wired, len(wiring.layers), training.seed) if steps else None
-        windows = (lambda: data.train) if asked is None else partial(asked.answers, original, progress)
-        return Job(model, weights, teacher, windows, moving, finish)
+        staleness = None
+        if steps:
+            staleness = StalenessSchedule(steps, options.staleness_way, wired, len(wiring.layers), training.seed)
+        sequences = (lambda: data.train) if builder is None else partial(builder.build, original, progress)
+        return TrainingTask(model, weights, teacher, sequences, staleness, finish)
 
-    return work(options.out, wanted, training, make, progress)
+    return run_training(options.out, wanted, training, make, progress)
 
 
 def _dtype(training: TrainingOptions) -> torch.dtype:
@@ -80,13 +81,13 @@ def _dtype(training: TrainingOptions) -> torch.dtype:
 
 
 def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, Any]:
-    """The wiring and the tokenizer; whatever cannot be done is refused here."""
-    config, wiring = read_original(options.model, options.wiring, training.window)
+    """The wiring and the tokenizer; all that cannot be done is refused here."""
+    config, wiring = read_original(options.model, options.wiring, training.seq_len)
     check_ranks(wiring, options.ranks)
     if options.ranks > 1:
         refuse_ranks(config, options.ranks)
-    if wiring.local and options.moving:
-        raise LadderError(f"there is no way between the standard model and {str(wiring)!r}: give --staleness 0")
+    if wiring.local and options.staleness_share:
+        raise LadderError(f"there is nothing between the standard model and {str(wiring)!r}: give --staleness 0")
     if options.method == "layers" and wiring.is_standard:
         raise LadderError(f"--method layers trains rewired layers, and {str(wiring)!r} has none")
     if options.ranks > 1 and options.method not in WHOLE:
@@ -101,12 +102,12 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         SideConfig(reduction=options.reduction).shape(config)
     if options.teacher_top >= config.vocab_size:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
-    if options.teacher_top and options.answers.resolve() == options.out.resolve():
+    if options.teacher_top and options.teacher_cache.resolve() == options.out.resolve():
         raise LadderError(f"{options.out} is where the run goes: name another --teacher, or none")
     if options.method == "lora" and find_spec("peft") is None:
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
-    if options.begin is not None:
-        check_begin(options.begin, config, wiring, options.ranks)
+    if options.init_from is not None:
+        check_init_from(options.init_from, config, wiring, options.ranks)
     return wiring, read_tokenizer(options.model, config, training.data, training.valid)
 
 
@@ -122,30 +123,35 @@ def _trainable(model: Any, options: AdaptOptions, wired: tuple[int, ...]) -> Any
 
         return get_peft_model(
             model,
-            LoraConfig(task_type="CAUSAL_LM", r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=options.lora_rank,
+                lora_alpha=2 * options.lora_rank,
+                target_modules="all-linear",
+            ),
         )
     return model
 
 
 def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torch.dtype) -> Callable[[Any, Path], None]:
-    def finish(run: Any, folder: Path) -> None:
+    def finish(trainer: Any, out: Path) -> None:
         if options.method == "lora":
-            run.model_wrapped = run.model = run.accelerator.unwrap_model(run.model_wrapped).merge_and_unload()
-        if options.method == "side":
-            if run.args.process_index == 0:
-                run.accelerator.unwrap_model(run.model_wrapped).save(folder)
-        else:
-            save(run, folder, dtype)
-        if run.args.process_index == 0:
-            tokenizer.save_pretrained(folder)
-            kind = run.model.config.model_type
-            learned = bool(options.kl_weight or options.hidden_weight), bool(options.lm_weight)
-            begun = options.begin is not None
+            merged = trainer.accelerator.unwrap_model(trainer.model_wrapped).merge_and_unload()
+            trainer.model_wrapped = trainer.model = merged
+        if options.method != "side":
+            save_trained(trainer, out, dtype)
+        if trainer.args.process_index == 0:
+            if options.method == "side":
+                trainer.accelerator.unwrap_model(trainer.model_wrapped).save(out)
+            tokenizer.save_pretrained(out)
+            kind = trainer.model.config.model_type
+            losses = bool(options.kl_weight or options.hidden_weight), bool(options.lm_weight)
+            fitted = options.init_from is not None
             text = (
-                side_card(options.model, options.out, kind, wiring, options.begin)
+                side_card(options.model, options.out, kind, wiring, options.init_from)
                 if options.method == "side"
-                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, *learned, begun)
+                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, *losses, fitted)
             )
-            (folder / "README.md").write_text(text, encoding="utf-8")
+            (out / "README.md").write_text(text, encoding="utf-8")
 
     return finish

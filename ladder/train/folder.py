@@ -1,10 +1,10 @@
-"""A run's folder: what was asked for, how far it is, and in the end the model. Nothing in it is ever half there.
+"""A run's folder: its options, how far it is, and in the end the model. No file in it is ever half written.
 
-run.json       the options, and what the model and the data were; a run is continued only with the same
+run.json       the options, and digests of the model and the data; a run is continued only with the same
 log.jsonl      a line for every logged step and evaluation
-checkpoints/   complete ones can be gone on from; gone when the run is finished
-teacher/       with --teacher-top: the original's answers, unless --teacher names another place
-config.json    and what else a model is made of: written last, when everything is done
+checkpoints/   a complete one can be resumed from; removed when the run is finished
+teacher/       with --teacher-top: the cache of the original's logits, unless --teacher names another folder
+config.json    and the other files of a model: written last, when everything is done
 """
 
 import hashlib
@@ -17,14 +17,15 @@ from typing import Any
 
 from ladder.config.fields import read_json
 from ladder.errors import LadderError
-from ladder.files import writable
+from ladder.files import writable, write_json
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
 CONTENTS, _EDGE = "contents", 1 << 16
 COMPLETE = "complete"  # a file in a checkpoint that all ranks have written: the sizes of the others
 _FREE = {"keep", "out"}  # what may change from one start to the next
-_DEFAULTS = {  # what a run said nothing of that was begun before there was such an option
+_RENAMED = {"window": "seq_len", "micro": "micro_batch_size", "begin": "init_from", "rank": "lora_rank"}
+_DEFAULTS = {  # of options that were added after a run was started
     entry.name: entry.default
     for kind in (TrainingOptions, AdaptOptions, ScratchOptions)
     for entry in fields(kind)
@@ -32,8 +33,8 @@ _DEFAULTS = {  # what a run said nothing of that was begun before there was such
 }
 
 
-def asked(*options: Any, **folders: Path | None) -> dict[str, Any]:
-    """Options as run.json has them, and what the named folders hold."""
+def described(*options: Any, **folders: Path | None) -> dict[str, Any]:
+    """Options as run.json has them, and digests of the named folders."""
     found: dict[str, Any] = {}
     for group in options:
         found |= {name: str(value) if isinstance(value, Path) else value for name, value in asdict(group).items()}
@@ -55,7 +56,7 @@ def digest(folder: Path) -> str:
 
 
 def check(out: Path, wanted: dict[str, Any]) -> None:
-    """Refuse a folder that is something else, or a run of other options."""
+    """Refuse a folder that is something else, a run of other options, or one that is finished."""
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a new folder")
     writable(out)
@@ -63,54 +64,63 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
         return
     if not (out / RUN).exists():
         raise LadderError(f"{out} is there already, and no run of ours: name a new folder")
-    before = read_json(out / RUN)
+    before = _read_run(out)
     for name, value in json.loads(json.dumps(wanted)).items():
         if name != CONTENTS and (was := before.get(name, _DEFAULTS.get(name))) != value:
             flag = name.replace("_", "-")
             raise LadderError(f"{out} is a run with {flag} {was}, not {value}: give the same, or name a new folder")
     for name, value in wanted[CONTENTS].items():
         if before.get(CONTENTS, {}).get(name) != value:
-            raise LadderError(f"{wanted[name]} is not what it was when {out} was begun: name a new folder")
+            raise LadderError(f"{wanted[name]} has changed since {out} was started: name a new folder")
+    if before.get(FINISHED):
+        raise LadderError(f"{out} is finished: name a new folder")
+
+
+def _read_run(out: Path) -> dict[str, Any]:
+    """run.json, its keys under their present names."""
+    found = {_RENAMED.get(name, name): value for name, value in read_json(out / RUN).items()}
+    held = found.get(CONTENTS, {})
+    return {**found, CONTENTS: {_RENAMED.get(name, name): value for name, value in held.items()}}
 
 
 def finished(out: Path) -> bool:
     return (out / RUN).exists() and bool(read_json(out / RUN).get(FINISHED))
 
 
-def begin(out: Path, wanted: dict[str, Any]) -> None:
+def start(out: Path, wanted: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / FINAL, ignore_errors=True)  # left by a run that was killed at its end
-    write(out / RUN, json.dumps(wanted, indent=2) + "\n")
+    write_json(out / RUN, wanted)
 
 
 def finish(out: Path) -> None:
-    """What lies in `final.partial` becomes the folder's own; config.json, which makes it a model, comes last."""
+    """The files in `final.partial` become the folder's own; config.json, which makes it a model, comes last."""
     final = out / FINAL
     for file in sorted(final.iterdir(), key=lambda file: file.name == "config.json"):
         os.replace(file, out / file.name)
     final.rmdir()
-    write(out / RUN, json.dumps({**read_json(out / RUN), FINISHED: True}, indent=2) + "\n")
+    write_json(out / RUN, {**read_json(out / RUN), FINISHED: True})
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
 
 
-def seal(checkpoint: Path) -> None:
-    """All ranks have written it: it can be gone on from."""
+def mark_complete(checkpoint: Path) -> None:
+    """All ranks have written it: it can be resumed from."""
     written = {str(path.relative_to(checkpoint)): path for path in checkpoint.rglob("*") if path.is_file()}
     for path in written.values():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    write(checkpoint / COMPLETE, json.dumps({name: path.stat().st_size for name, path in written.items()}))
+    write_json(checkpoint / COMPLETE, {name: path.stat().st_size for name, path in written.items()})
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints that can be gone on from, oldest first."""
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that can be resumed from, oldest first."""
     found = [path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint to go on from. One that something happened to is refused, lest a run begins anew unasked."""
-    if not (found := complete(folder)):
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint to resume from. A damaged one is refused: the run must not silently start anew."""
+    if not (found := complete_checkpoints(folder)):
         return None
     for name, size in _sizes(found[-1]).items():
         file = found[-1] / name
@@ -120,7 +130,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Of a checkpoint's files; of one from before they were written down none."""
+    """Of a checkpoint's files; none, of one from before they were written down."""
     try:
         found = json.loads((checkpoint / COMPLETE).read_bytes().decode() or "{}")
     except ValueError:
@@ -132,15 +142,5 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
 
 def _damaged(checkpoint: Path, how: str) -> LadderError:
     return LadderError(
-        f"{checkpoint} is damaged, {how}: remove it, and the run goes on from the one before it, or begins anew"
+        f"{checkpoint} is damaged, {how}: remove it, and the run resumes from the one before it, or starts anew"
     )
-
-
-def write(file: Path, text: str) -> None:
-    """All of it, or what was there before."""
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(partial, file)

@@ -1,4 +1,4 @@
-"""What a run tells: every line in log.jsonl, and its progress; and that there is nothing left to do."""
+"""The log of a run: every line of log.jsonl, the progress, and the speed, also as a share of the chip's peak (MFU)."""
 
 import json
 import math
@@ -7,42 +7,43 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from ladder.errors import LadderError
-from ladder.train.flops import operations, peak
+from ladder.hf.wire import inside, layers_of
+from ladder.perf.chips import Chip
+from ladder.progress import Progress
 from ladder.train.options import TrainingOptions
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what
+
+class AlreadyTrained(Exception):
+    """The checkpoint to resume from is that of the last step: Trainer would make one step more."""
 
 
-class Done(Exception):
-    """The checkpoint to go on from is that of the last step: Trainer would make one step more."""
-
-
-class Log(TrainerCallback):  # type: ignore[misc]
-    """Every line in log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
+class RunLog(TrainerCallback):  # type: ignore[misc]
+    """Writes log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
 
     def __init__(
         self, options: TrainingOptions, staleness: Callable[[], float | None], file: Path, progress: Progress
     ) -> None:
         self._options, self._staleness, self._file, self._progress = options, staleness, file, progress
-        self._last, self._said = (0, 0.0), ""
+        self._last, self._summary = (0, 0.0), ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        self._operations = operations(model, self._options.window)
+        self._operations = operations(model, self._options.seq_len)
         self._peak = peak(args.device)
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:
             self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
         if state.global_step >= state.max_steps:
-            raise Done
+            raise AlreadyTrained
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         line = state.log_history[-1]
         if not math.isfinite(loss := line.get("loss", line.get("eval_loss", 0.0))):
             raise LadderError(f"the loss is {loss} at step {state.global_step}: there is no model; try a smaller --lr")
-        line["tokens"] = state.global_step * self._options.batch * self._options.window
+        line["tokens"] = state.global_step * self._options.batch * self._options.seq_len
         if "loss" in line:
             line |= self._speed(state.global_step, args.world_size)
             if (now := self._staleness()) is not None:
@@ -50,16 +51,16 @@ class Log(TrainerCallback):  # type: ignore[misc]
         if args.should_save:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            self._said = _told(line)
-            self._progress(state.global_step, state.max_steps, self._said)
+            self._summary = _summary(line)
+            self._progress(state.global_step, state.max_steps, self._summary)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         control.should_log |= state.global_step >= state.max_steps
         if args.should_save:
-            self._progress(state.global_step, state.max_steps, self._said)
+            self._progress(state.global_step, state.max_steps, self._summary)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        self._last = (state.global_step, time.perf_counter())  # what an evaluation takes is not training
+        self._last = (state.global_step, time.perf_counter())  # the time of an evaluation is not training
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         self._last = (state.global_step, time.perf_counter())
@@ -67,14 +68,54 @@ class Log(TrainerCallback):  # type: ignore[misc]
     def _speed(self, step: int, ranks: int) -> dict[str, float]:
         before, self._last = self._last, (step, time.perf_counter())
         seconds = max(1e-9, self._last[1] - before[1])
-        speed = (step - before[0]) * self._options.batch * self._options.window / seconds
+        speed = (step - before[0]) * self._options.batch * self._options.seq_len / seconds
         more = {} if self._peak is None else {"mfu": round(speed * self._operations / (self._peak * ranks), 4)}
         return {"tokens_per_s": round(speed, 1), **more}
 
 
-def _told(line: dict[str, Any]) -> str:
+def _summary(line: dict[str, Any]) -> str:
     """A line of the log as a progress bar shows it."""
     if "loss" not in line:
         return f"valid {line['eval_loss']:.4f}" if "eval_loss" in line else ""
     share = f", MFU {line['mfu']:.0%}" if "mfu" in line else ""
     return f"loss {line['loss']:.4f}, {line['tokens_per_s'] / 1e3:.1f}k tokens/s{share}"
+
+
+def operations(model: Any, seq_len: int) -> float:
+    """Floating-point operations of training on one token: 2 for every weight that it is multiplied with, as many again
+    for the gradient of the input and, where the weight is trained, for its own; and attention over the half of the
+    sequence that a token sees on average. Gradients end at the first layer that is trained; those of a side network
+    pass the model's last norm and its head alone.
+    """
+    own = inside(model)
+    layers = layers_of(own)
+    trained = (any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
+    frozen = next((index for index, first in enumerate(trained) if first), len(layers))  # layers without a gradient
+    unreached = {id(weight) for layer in layers[:frozen] for weight in layer.parameters()}
+    embedding, head, config = own.get_input_embeddings(), own.get_output_embeddings(), own.config
+    weights = {id(weight): (name, weight) for part in (own, model) for name, weight in part.named_parameters()}
+    if head.weight is not embedding.weight:
+        del weights[id(embedding.weight)]  # looked up, not multiplied with
+    found: float = 2.0 * (frozen + 3 * (len(layers) - frozen)) * _heads_width(config) * seq_len
+    for name, weight in weights.values():
+        passes = 3 if weight.requires_grad else 1 if id(weight) in unreached else 2
+        found += 2.0 * passes * weight.numel() * (_experts_share(config) if ".experts." in name else 1.0)
+    return found
+
+
+def _heads_width(config: Any) -> int:
+    """Of all heads together."""
+    heads: int = config.num_attention_heads
+    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _experts_share(config: Any) -> float:
+    """The share of a layer's experts that a token uses."""
+    names = ("num_local_experts", "num_experts")
+    return float(config.num_experts_per_tok / next(getattr(config, name) for name in names if hasattr(config, name)))
+
+
+def peak(device: torch.device) -> float | None:
+    """The chip's bfloat16 operations a second, by its data sheet; None: not in the table."""
+    chip = Chip.of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if chip is None else chip.bf16_tflop_s * 1e12

@@ -1,10 +1,10 @@
-"""What a model is trained to lower: the distance to its teacher, and to the text.
+"""The loss of a model with a teacher and a text.
 
     loss = kl_weight * KL(teacher || student) over all tokens  +  lm_weight * cross-entropy of the next token
            + hidden_weight * |stream - teacher's|^2 / |teacher's|^2 after each layer, a mean over tokens and layers
 
-Logits are as large as tokens x vocabulary, so what is made of them is made some rows at a time, and the gradient is
-made with the loss: nothing of float32 and of that size ever exists.
+Logits are as large as tokens x vocabulary, so they are processed some tokens at a time, and the gradient is computed
+with the loss: no float32 tensor of that size ever exists.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100  # a target that is none
-AT_A_TIME = 1 << 26  # logits that are float32 at once
-Piece = Callable[..., Tensor]
+from ladder.hf.measures import kl_terms
+
+IGNORED = -100  # target of a position that has none
+CHUNK_LOGITS = 1 << 26  # logits that are float32 at once
 
 
 @dataclass(frozen=True)
-class Weights:
+class LossWeights:
     """Of the three terms."""
 
     kl: float
@@ -30,16 +31,16 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Top:
-    """A teacher's likeliest tokens: [rows, k] log-probabilities and ids. What is left of the probability is one more
+class TopTokens:
+    """A teacher's likeliest tokens: [tokens, k] log-probabilities and ids. What is left of the probability is one more
     outcome, any other token.
     """
 
-    logs: Tensor
+    log_probs: Tensor
     ids: Tensor
 
-    def __getitem__(self, rows: slice) -> "Top":
-        return Top(self.logs[rows], self.ids[rows])
+    def __getitem__(self, tokens: slice) -> "TopTokens":
+        return TopTokens(self.log_probs[tokens], self.ids[tokens])
 
 
 def next_tokens(labels: Tensor) -> Tensor:
@@ -47,93 +48,101 @@ def next_tokens(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def distance(
-    student: Tensor, teacher: Tensor | Top | None, targets: Tensor, weights: Weights, work: Piece | None = None
+def distillation_loss(
+    student: Tensor,
+    teacher: Tensor | TopTokens | None,
+    targets: Tensor,
+    weights: LossWeights,
+    chunk: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """The loss of [rows, vocabulary] logits, a mean over the rows of each term. `work`: a compiled `piece`."""
-    loss: Tensor = _Distance.apply(student, teacher, targets, weights, work or piece)  # type: ignore[no-untyped-call]
+    """The loss of [tokens, vocabulary] logits, a mean over tokens of each term. `chunk`: a compiled `loss_chunk`."""
+    loss: Tensor = _DistillationLoss.apply(student, teacher, targets, weights, chunk or loss_chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _Distance(torch.autograd.Function):
+class _DistillationLoss(torch.autograd.Function):
     """The loss and, with it, its gradient: softmax(student) - teacher, softmax(student) - one-hot."""
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor | Top | None, targets: Tensor, weights: Weights, work: Piece
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor | TopTokens | None,
+        targets: Tensor,
+        weights: LossWeights,
+        chunk: Callable[..., Tensor],
     ) -> Tensor:
-        rows = max(1, AT_A_TIME // student.shape[-1])
+        tokens = max(1, CHUNK_LOGITS // student.shape[-1])
         counted = (targets != IGNORED).sum().clamp(min=1).double()
         total = torch.zeros((), device=student.device, dtype=torch.float32)
         gradient = torch.empty_like(student)
-        for at in range(0, len(student), rows):
-            here = slice(at, at + rows)
-            own = teacher[here] if teacher is not None else None
-            total += work(gradient[here], student[here], own, targets[here], weights, len(student), counted)
+        for at in range(0, len(student), tokens):
+            here = slice(at, at + tokens)
+            part = teacher[here] if teacher is not None else None
+            total += chunk(gradient[here], student[here], part, targets[here], weights, len(student), counted)
         ctx.save_for_backward(gradient)
         return total
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient.mul_(slopes[0]), None, None, None, None  # a single number: multiplied as wide as it is
+        return gradient.mul_(slopes[0]), None, None, None, None  # a scalar: multiplied in the gradient's own dtype
 
 
-def piece(
+def loss_chunk(
     gradient: Tensor,
     student: Tensor,
-    teacher: Tensor | Top | None,
+    teacher: Tensor | TopTokens | None,
     targets: Tensor,
-    weights: Weights,
-    rows: int,
+    weights: LossWeights,
+    tokens: int,
     counted: Tensor,
 ) -> Tensor:
-    """Some rows' part of the loss; its gradient by the logits, in their own type, is written into `gradient`."""
-    logs = student.to(torch.promote_types(student.dtype, torch.float32)).log_softmax(-1)
-    chances = logs.exp()
-    loss, slope = logs.new_zeros(()), torch.zeros_like(logs)
+    """The part of the loss of some of the `tokens`; its gradient by the logits, in their dtype, goes to `gradient`."""
+    log_probs = student.to(torch.promote_types(student.dtype, torch.float32)).log_softmax(-1)
+    probs = log_probs.exp()
+    loss, slope = log_probs.new_zeros(()), torch.zeros_like(log_probs)
     if weights.kl and teacher is not None:
-        far, by = _kl(logs, chances, teacher)
-        loss, slope = loss + far * (weights.kl / rows), slope + by * (weights.kl / rows)
+        kl, by = _kl(log_probs, probs, teacher)
+        loss, slope = loss + kl * (weights.kl / tokens), slope + by * (weights.kl / tokens)
     if weights.lm:
         real = targets != IGNORED
         index = targets.where(real, 0).unsqueeze(-1)
-        loss = loss - (logs.gather(-1, index).squeeze(-1) * real).sum() * weights.lm / counted
-        by = torch.where(torch.arange(logs.shape[-1], device=logs.device) == index, chances - 1, chances)
+        loss = loss - (log_probs.gather(-1, index).squeeze(-1) * real).sum() * weights.lm / counted
+        by = torch.where(torch.arange(log_probs.shape[-1], device=log_probs.device) == index, probs - 1, probs)
         slope = slope + by * real.unsqueeze(-1) * (weights.lm / counted)
     gradient.copy_(slope)
     return loss.float()
 
 
-def _kl(logs: Tensor, chances: Tensor, teacher: Tensor | Top) -> tuple[Tensor, Tensor]:
-    """Sum over the rows of KL(teacher || student), and its gradient by the student's logits."""
+def _kl(log_probs: Tensor, probs: Tensor, teacher: Tensor | TopTokens) -> tuple[Tensor, Tensor]:
+    """Sum over the tokens of KL(teacher || student), and its gradient by the student's logits."""
     if isinstance(teacher, Tensor):
-        own = teacher.to(logs.dtype).log_softmax(-1)
-        wanted = own.exp()
-        return (wanted * (own - logs)).sum(), chances - wanted
-    own, mine = teacher.logs.to(logs.dtype), logs.gather(-1, teacher.ids)
-    wanted = own.exp()
-    rest, left = _rest(wanted), _rest(mine.exp())
-    far = (wanted * (own - mine)).sum() + (rest * (rest.log() - left.log())).sum()
-    # of an outcome outside the top, the probability is wanted in the proportion that the student has it
-    slope = chances * (1 - rest / left).unsqueeze(-1)
-    return far, slope.scatter_add(-1, teacher.ids, mine.exp() * (rest / left).unsqueeze(-1) - wanted)
+        wanted = teacher.to(log_probs.dtype).log_softmax(-1)
+        return kl_terms(wanted, log_probs).sum(), probs - wanted.exp()
+    wanted, own = teacher.log_probs.to(log_probs.dtype), log_probs.gather(-1, teacher.ids)
+    wanted_rest, own_rest = _rest(wanted.exp()), _rest(own.exp())
+    kl = kl_terms(wanted, own).sum() + (wanted_rest * (wanted_rest.log() - own_rest.log())).sum()
+    # a token outside the top is wanted with the share of the rest that the student gives it
+    ratio = wanted_rest / own_rest
+    slope = probs * (1 - ratio).unsqueeze(-1)
+    return kl, slope.scatter_add(-1, teacher.ids, own.exp() * ratio.unsqueeze(-1) - wanted.exp())
 
 
-def _rest(chances: Tensor) -> Tensor:
-    return (1 - chances.sum(-1)).clamp(min=1e-6)
+def _rest(probs: Tensor) -> Tensor:
+    return (1 - probs.sum(-1)).clamp(min=1e-6)
 
 
-def apart(streams: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """How far [batch, tokens, hidden] streams are from those that are wanted, relative to these: a mean over all."""
-    far = [
+def hidden_distance(streams: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """Squared distance of [batch, tokens, hidden] streams to the wanted ones, relative to these: a mean over all."""
+    distances = [
         ((ours.float() - theirs.float()).square().sum(-1) / theirs.float().square().sum(-1).clamp(min=1e-12)).mean()
         for ours, theirs in zip(streams, wanted, strict=True)
     ]
-    return torch.stack(far).mean()
+    return torch.stack(distances).mean()
 
 
-def top(logits: Tensor, count: int) -> Top:
-    """A teacher's `count` likeliest tokens of [rows, vocabulary] logits."""
-    logs, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
-    return Top(logs, ids)
+def top_tokens(logits: Tensor, count: int) -> TopTokens:
+    """A teacher's `count` likeliest tokens of [tokens, vocabulary] logits."""
+    log_probs, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
+    return TopTokens(log_probs, ids)

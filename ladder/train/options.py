@@ -1,18 +1,17 @@
-"""What a training run is made of. The command line is generated from these classes."""
+"""What `ladder adapt` and `ladder train` are given. The command line is generated from these classes."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladder.errors import LadderError
-from ladder.options import argument, check_types, option
-from ladder.train.staleness import WAYS
+from ladder.errors import LadderError, check_known
+from ladder.options import argument, check_least, check_types, option
 
-DTYPES = ("bfloat16", "float32")
 METHODS = ("full", "layers", "lora", "side")
 WHOLE = ("full", "layers")  # those that train weights as they are
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adamw", "muon")
+STALENESS_WAYS = ("together", "first", "last", "chance")
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,10 @@ class TrainingOptions:
     data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
     valid: Path | None = option(None, "Folder of token shards to evaluate on; default: the last 1% of the data.")
     tokens: int = option(100_000_000, "Tokens to train on; the data is read again and again until they are through.")
-    window: int = option(1024, "Tokens in a row.")
-    batch: int = option(64, "Rows in a step, over all ranks.")
-    micro: int | None = option(
-        None, "Rows that a rank computes at a time; default: its share of the batch, on a CPU at most 8."
+    seq_len: int = option(1024, "Tokens of a sequence.")
+    batch: int = option(64, "Sequences of a step, over all ranks.")
+    micro_batch_size: int | None = option(
+        None, "Sequences that a rank computes at a time; default: its share of the batch, on a CPU at most 8."
     )
     lr: float = option(1e-3, "Learning rate, at its peak.")
     warmup: float = option(0.02, "Share of the steps in which it grows from 0.")
@@ -48,11 +47,8 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("tokens", "window", "batch", "log_every", "eval_tokens", "keep"):
-            _at_least(name, getattr(self, name), 2 if name == "window" else 1)
-        for name in ("micro", "eval_every", "save_every"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+        counts = ("tokens", "batch", "log_every", "eval_tokens", "keep", "micro_batch_size", "eval_every", "save_every")
+        check_least(self, **dict.fromkeys(counts, 1), seq_len=2)
         for name, most in (("lr", 10.0), ("clip", 1e6), ("weight_decay", 10.0)):
             value = getattr(self, name)
             if not (math.isfinite(value) and (0 if name == "weight_decay" else 1e-12) <= value <= most):
@@ -63,29 +59,31 @@ class TrainingOptions:
                 raise LadderError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**32:
             raise LadderError(f"seed must be from 0 to 2^32 - 1, not {self.seed}")
-        _known("schedule", self.schedule, SCHEDULES)
-        _known("optimizer", self.optimizer, OPTIMIZERS)
+        check_known("schedule", self.schedule, SCHEDULES)
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
         if self.optimizer == "muon" and self.fsdp:
             raise LadderError("--optimizer muon needs whole matrices, which --fsdp takes apart: leave one out")
-        _known("dtype", self.dtype, ("auto", *DTYPES))
-        _known("compile", self.compile, ("auto", "yes", "no"))
-        _check_device(self.device)
+        check_known("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        check_known("compile", self.compile, ("auto", "yes", "no"))
+        _ = self.device_type
 
     @property
     def steps(self) -> int:
-        return -(-self.tokens // (self.batch * self.window))
+        return -(-self.tokens // (self.batch * self.seq_len))
 
     @property
-    def place(self) -> str:
-        return _place(self.device)
+    def device_type(self) -> str:
+        from ladder.devices import device_type  # here: it takes torch with it
+
+        return device_type(self.device)
 
     @property
     def precision(self) -> str:
-        return self.dtype if self.dtype != "auto" else "bfloat16" if self.place == "cuda" else "float32"
+        return self.dtype if self.dtype != "auto" else "bfloat16" if self.device_type == "cuda" else "float32"
 
     @property
     def compiled(self) -> bool:
-        return self.compile == "yes" or (self.compile == "auto" and self.place == "cuda")
+        return self.compile == "yes" or (self.compile == "auto" and self.device_type == "cuda")
 
     @property
     def save_steps(self) -> int:
@@ -93,15 +91,16 @@ class TrainingOptions:
         wanted = self.save_every or max(1, self.steps // 10)
         return -(-wanted // self.log_every) * self.log_every
 
-    def rows_at_a_time(self, ranks: int) -> tuple[int, int]:
-        """(rows that a rank computes at a time, times in a step)."""
+    def micro_batches(self, ranks: int) -> tuple[int, int]:
+        """(sequences that a rank computes at a time, how many such passes a step has)."""
         if self.batch % ranks:
-            raise LadderError(f"a batch of {self.batch} rows cannot be shared by {ranks} ranks evenly")
+            raise LadderError(f"a batch of {self.batch} sequences cannot be divided evenly by {ranks} ranks")
         share = self.batch // ranks
-        micro = min(self.micro or (share if self.place == "cuda" else _few(share)), share)
-        if share % micro:
-            raise LadderError(f"{share} rows of a rank are no multiple of --micro {micro}")
-        return micro, share // micro
+        default = share if self.device_type == "cuda" else _default_micro_batch(share)
+        size = min(self.micro_batch_size or default, share)
+        if share % size:
+            raise LadderError(f"{share} sequences of a rank are no multiple of --micro-batch-size {size}")
+        return size, share // size
 
 
 @dataclass(frozen=True)
@@ -119,31 +118,31 @@ class AdaptOptions:
     kl_weight: float = option(1.0, "Of the KL divergence from the original, over all tokens.")
     lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
     hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
-    begin: Path | None = option(
+    init_from: Path | None = option(
         None,
-        "Begin with these weights, of the same wiring (side: stay with them): what `ladder fit` or a run left.",
+        "Folder of the initial weights, of the same wiring, as `ladder fit` or a run has written; side: they stay.",
     )
     staleness: float | None = option(
         None,
-        "Share of the steps in which staleness moves from 0 to 1; default: 0.5, with --begin or side 0: at once.",
+        "Share of the steps in which staleness rises from 0 to 1; default: 0.5, with --init-from or side 0: at once.",
     )
-    staleness_way: str = option("together", f"How it moves: {', '.join(WAYS)}.")
+    staleness_way: str = option("together", f"How it rises: {', '.join(STALENESS_WAYS)}.")
     ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
     teacher_top: int = option(
-        0, "Keep only so many of the original's logits, on disk; 0: the original stays in memory."
+        0, "Cache so many of the original's likeliest tokens on disk; 0: the original stays in memory."
     )
     teacher: Path | None = option(
         None,
-        "Folder for what --teacher-top keeps. Runs of one model with the same data, --tokens, --batch and --window can "
-        "share it; default: OUT/teacher.",
+        "Folder of the cache of --teacher-top. Runs of one model with the same data, --tokens, --batch and --seq-len "
+        "can share it; default: OUT/teacher.",
     )
-    rank: int = option(16, "Of --method lora.")
+    lora_rank: int = option(16, "Of --method lora.")
     reduction: int = option(8, "How much narrower than the model --method side's network is, in whole heads.")
 
     def __post_init__(self) -> None:
         check_types(self)
-        _known("method", self.method, METHODS)
-        _known("staleness-way", self.staleness_way, WAYS)
+        check_known("method", self.method, METHODS)
+        check_known("staleness-way", self.staleness_way, STALENESS_WAYS)
         for name in ("kl_weight", "lm_weight", "hidden_weight"):
             if not 0 <= getattr(self, name) <= 1e3:
                 raise LadderError(f"{name.replace('_', '-')} must be from 0 to 1000, not {getattr(self, name)}")
@@ -156,105 +155,47 @@ class AdaptOptions:
         if self.staleness is not None and not 0 <= self.staleness <= 1:
             raise LadderError(f"staleness must be from 0 to 1, not {self.staleness}")
         if self.method == "side" and self.staleness:
-            raise LadderError("--staleness moves layers that are trained, which --method side leaves as they are")
-        if self.begin is not None and self.staleness:
-            raise LadderError("--begin is of the wiring already, where --staleness ends: leave one out")
-        if self.staleness_way != WAYS[0] and not self.moving:
-            raise LadderError(f"--staleness-way {self.staleness_way} needs a staleness that moves, and it is 1 at once")
+            raise LadderError("--staleness changes layers that are trained, which --method side leaves as they are")
+        if self.init_from is not None and self.staleness:
+            raise LadderError("--init-from is of the wiring already, where --staleness ends: leave one out")
+        if self.staleness_way != STALENESS_WAYS[0] and not self.staleness_share:
+            raise LadderError(f"--staleness-way {self.staleness_way} needs a staleness that rises, and it is 1 at once")
         if self.teacher_top < 0:
             raise LadderError(f"teacher-top must be 0 or more, not {self.teacher_top}")
         if self.teacher_top and not self.kl_weight:
-            raise LadderError("--teacher-top needs a --kl-weight above 0: plain fine-tuning asks no teacher")
+            raise LadderError("--teacher-top needs a --kl-weight above 0: plain fine-tuning has no teacher")
         if self.teacher is not None and not self.teacher_top:
-            raise LadderError("--teacher is a folder for what --teacher-top keeps: give both")
-        _at_least("rank", self.rank, 1)
-        _at_least("ranks", self.ranks, 1)
-        _at_least("reduction", self.reduction, 1)
+            raise LadderError("--teacher is the folder of the cache of --teacher-top: give both")
+        check_least(self, lora_rank=1, ranks=1, reduction=1)
 
     @property
-    def answers(self) -> Path:
-        """Where the original's are kept."""
+    def teacher_cache(self) -> Path:
+        """The folder of --teacher-top's cache."""
         return self.teacher or self.out / "teacher"
 
     @property
-    def moving(self) -> float:
-        """The share of the steps in which staleness moves."""
-        default = 0.0 if self.begin is not None or self.method == "side" else 0.5
+    def staleness_share(self) -> float:
+        """The share of the steps in which staleness rises."""
+        default = 0.0 if self.init_from is not None or self.method == "side" else 0.5
         return default if self.staleness is None else self.staleness
 
 
 @dataclass(frozen=True)
-class FitOptions:
-    """What is fitted, to what, on what."""
-
-    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the original.")
-    out: Path = argument("New folder for the fitted checkpoint.")
-    wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
-    data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
-    tokens: int | None = option(
-        None, "Tokens to fit on, from everywhere in the data; default: 64 for each input of the widest projection."
-    )
-    window: int = option(1024, "Tokens in a row.")
-    batch: int = option(8, "Rows at a time.")
-    ridge: float = option(0.01, "How much weights are held to what they were.")
-    dtype: str = option("auto", "What is computed in: auto (the checkpoint's, on a CPU float32), bfloat16 or float32.")
-    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.")
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        for name, least in (("window", 2), ("batch", 1), *((("tokens", 1),) if self.tokens is not None else ())):
-            _at_least(name, getattr(self, name), least)
-        if not 1e-6 <= self.ridge <= 1e3:
-            raise LadderError(f"ridge must be from 1e-06 to 1000, not {self.ridge}")
-        _known("dtype", self.dtype, ("auto", *DTYPES))
-        _check_device(self.device)
-
-    @property
-    def place(self) -> str:
-        return _place(self.device)
-
-
-@dataclass(frozen=True)
 class ScratchOptions:
-    """A model from nothing."""
+    """A model from scratch."""
 
     out: Path = argument("Folder for the trained checkpoint; a new one, or that of a run to be continued.")
     size: str | None = option(None, "A named size; its vocabulary becomes that of the data.")
     recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given stand above it.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'.")
     ranks: int = option(1, "TP degree that a desync wiring is trained for, by emulated ranks.")
+    tp: int = option(1, "Under torchrun: ranks that share one model, the native decoder; the rest is data parallel.")
 
     def __post_init__(self) -> None:
         check_types(self)
-        _at_least("ranks", self.ranks, 1)
+        check_least(self, ranks=1, tp=1)
 
 
-def _gpu() -> bool:
-    import torch  # not before a run: the command line needs none
-
-    return torch.cuda.is_available()
-
-
-def _check_device(name: str) -> None:
-    _known("device", name, ("auto", "cpu", "cuda"))
-    if name == "cuda" and not _gpu():
-        raise LadderError("device 'cuda' is not there: torch sees no GPU; the nearest is --device cpu")
-
-
-def _place(name: str) -> str:
-    return name if name != "auto" else "cuda" if _gpu() else "cpu"
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise LadderError(f"{name.replace('_', '-')} must be at least {least}, not {value}")
-
-
-def _few(rows: int) -> int:
-    """The largest divisor up to 8: what more would take in memory, a CPU gains nothing by."""
-    return next(count for count in range(min(8, rows), 0, -1) if rows % count == 0)
-
-
-def _known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise LadderError(f"unknown {name} {value!r}: known are {', '.join(known)}")
+def _default_micro_batch(sequences: int) -> int:
+    """On a CPU: the largest divisor up to 8. More takes memory and is no faster."""
+    return next(count for count in range(min(8, sequences), 0, -1) if sequences % count == 0)

@@ -1,11 +1,11 @@
-"""Recipes: a size and how it is trained. A recipe is a row; what it says stands until an option says otherwise."""
+"""Recipes: a size and how it is trained. A recipe is a row; options that are given override it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ladder.config import ModelConfig
-from ladder.errors import LadderError
+from ladder.errors import check_known
 from ladder.train.options import TrainingOptions
 
 
@@ -29,21 +29,20 @@ class Recipe:
 
 
 def recipe(name: str) -> Recipe:
-    if name not in RECIPES:
-        raise LadderError(f"unknown recipe {name!r}: known are {', '.join(RECIPES)}")
+    check_known("recipe", name, RECIPES)
     return RECIPES[name]
 
 
 # arXiv 2501.06589: 25,000 steps of 4 Mi tokens of FineWeb-edu, AdamW, 2,000 steps of warm-up
-_PAPER: dict[str, Any] = {"tokens": 25_000 << 22, "window": 2048, "batch": 2048, "lr": 3e-4, "warmup": 0.08}
-_PAPER |= {"micro": 8}
-_SMALL: dict[str, Any] = {"tokens": 300_000_000, "window": 1024, "batch": 64, "lr": 1.5e-3, "warmup": 0.03}
+_PAPER: dict[str, Any] = {"tokens": 25_000 << 22, "seq_len": 2048, "batch": 2048, "lr": 3e-4, "warmup": 0.08}
+_PAPER |= {"micro_batch_size": 8}
+_SMALL: dict[str, Any] = {"tokens": 300_000_000, "seq_len": 1024, "batch": 64, "lr": 1.5e-3, "warmup": 0.03}
 
 RECIPES: dict[str, Recipe] = {
     "paper-1B": Recipe("1B", "the paper's smaller model from scratch", _PAPER),
     "paper-1.5B": Recipe("1.5B", "its larger ladder model of about the same speed", _PAPER),
-    "paper-3B": Recipe("3B", "the paper's larger model from scratch", _PAPER | {"micro": 4}),
-    "paper-4.5B": Recipe("4.5B", "its larger ladder model of about the same speed", _PAPER | {"micro": 4}),
+    "paper-3B": Recipe("3B", "the paper's larger model from scratch", _PAPER | {"micro_batch_size": 4}),
+    "paper-4.5B": Recipe("4.5B", "its larger ladder model of about the same speed", _PAPER | {"micro_batch_size": 4}),
     # experiments/scratch.py: wirings side by side
     "50M": Recipe("50M", "50 million parameters besides the embedding", _SMALL),
     "50M-long": Recipe("50M-long", "the same with 30% more layers", _SMALL),
@@ -51,6 +50,6 @@ RECIPES: dict[str, Recipe] = {
     "embedded": Recipe(
         "embedded",
         "small enough to be shipped: 8 heads, 4096 tokens",
-        _SMALL | {"tokens": 600_000_000, "lr": 4e-3, "batch": 128, "micro": 128},
+        _SMALL | {"tokens": 600_000_000, "lr": 4e-3, "batch": 128, "micro_batch_size": 128},
     ),
 }

@@ -1,4 +1,4 @@
-"""ladder train: a model of any wiring from nothing, on the same machinery."""
+"""ladder train: a model of any wiring from scratch."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,12 +17,13 @@ from ladder.hf.families import family
 from ladder.hf.layer import out_of
 from ladder.hf.load import pretrained
 from ladder.hf.wire import check_ranks, layers_of
-from ladder.train import folder as place
-from ladder.train.log import Progress
-from ladder.train.loss import Weights
+from ladder.progress import Progress
+from ladder.train import folder
+from ladder.train.loss import LossWeights
 from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.recipes import RECIPES, recipe
-from ladder.train.work import Data, Job, save, work
+from ladder.train.run import TrainingData, TrainingTask, run_training, save_trained
+from ladder.train.tensor_parallel import loop
 from ladder.wiring import Wiring
 
 
@@ -31,40 +32,45 @@ def train(
 ) -> dict[str, Any]:
     """Train a model from scratch into `options.out`; returns the last evaluation. The same call continues a run.
 
-    `named`: options that stand above the recipe; None: those that differ from their defaults.
+    `named`: options that override the recipe; None: those that differ from their defaults.
     """
     config, training = _chosen(options, training, named)
-    wanted = place.asked(options, training, data=training.data, valid=training.valid)
-    place.check(options.out, wanted)
-    if place.finished(options.out):
-        raise LadderError(f"{options.out} is finished: name a new folder")
+    wanted = folder.described(options, training, data=training.data, valid=training.valid)
+    folder.check(options.out, wanted)
     shards = Shards.open(training.data)
     wiring = Wiring.parse(options.wiring, config.layers)
     config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,))
-    if training.window > config.context:
-        raise LadderError(f"a window of {training.window} is more than the model's context of {config.context}")
+    if training.seq_len > config.context:
+        raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
-    check_ranks(wiring, options.ranks)
+    check_ranks(wiring, max(options.tp, options.ranks))
 
-    def make(data: Data, args: Any) -> Job:
+    def complete(out: Path) -> None:
+        """Tokenizer and model card beside the weights."""
+        pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(out)
+        tokens = training.steps * training.batch * training.seq_len
+        text = trained_card(options.out.name, "llama", wiring, tokens)
+        (out / "README.md").write_text(text, encoding="utf-8")
+
+    if options.tp > 1:
+        wired = replace(config, wiring=wiring, ranks=options.tp if wiring.local else 1)
+        return loop.train(wired, hf_config(config), options, training, wanted, complete, progress)
+
+    def make(data: TrainingData, args: Any) -> TrainingTask:
         set_seed(training.seed)
-        model = born(config)
+        model = new_model(config)
         more = {"ranks": options.ranks} if options.ranks > 1 else {}
         rewire(model, wiring, **more)
 
-        def finish(run: Any, folder: Path) -> None:
-            save(run, folder, getattr(torch, config.dtype))
-            if run.args.process_index == 0:
-                pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(folder)
-                text = trained_card(
-                    options.out.name, "llama", wiring, training.steps * training.batch * training.window
-                )
-                (folder / "README.md").write_text(text, encoding="utf-8")
+        def finish(trainer: Any, out: Path) -> None:
+            save_trained(trainer, out, getattr(torch, config.dtype))
+            if trainer.args.process_index == 0:
+                complete(out)
 
-        return Job(model, Weights(0.0, 1.0), None, lambda: data.train, None, finish)
+        return TrainingTask(model, LossWeights(0.0, 1.0), None, lambda: data.train, None, finish)
 
-    return work(options.out, wanted, training, make, progress)
+    return run_training(options.out, wanted, training, make, progress)
 
 
 def _chosen(
@@ -80,9 +86,9 @@ def _chosen(
     return ModelConfig.named(options.size), training
 
 
-def born(config: ModelConfig) -> Any:
-    """transformers' model, drawn anew. What a sub-block adds to the stream is drawn smaller by the square root of how
-    many there are (GPT-2, Radford et al. 2019), so that a deep stream does not begin larger than a shallow one.
+def new_model(config: ModelConfig) -> Any:
+    """transformers' model with random weights. Output projections are smaller by the square root of the number of
+    sub-blocks (GPT-2, Radford et al. 2019), so that a deep model's stream is not larger than a shallow one's.
     """
     model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="sdpa")
     row = family(model.config.model_type)

@@ -1,8 +1,10 @@
-"""transformers' Trainer, taught to distill, to move the staleness, and to leave nothing half written."""
+"""transformers' Trainer with distillation, a staleness that rises, and checkpoints that are complete or not there."""
 
 import math
+import random
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,52 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ladder.errors import LadderError
 from ladder.hf import restale
-from ladder.train import folder as place
-from ladder.train.log import Done, Log, Progress
-from ladder.train.loss import Weights, apart, distance, next_tokens, piece
+from ladder.hf.measures import perplexity_of
+from ladder.progress import Progress
+from ladder.train.folder import complete_checkpoints, mark_complete
+from ladder.train.log import AlreadyTrained, RunLog
+from ladder.train.loss import LossWeights, distillation_loss, hidden_distance, loss_chunk, next_tokens
 from ladder.train.muon import muon
 from ladder.train.options import TrainingOptions
-from ladder.train.staleness import Moving
 from ladder.train.teacher import Teacher
 
-LEAST = 0.1  # of the learning rate, at the end
+FINAL_LR = 0.1  # of the learning rate's peak
+RAMP = 4  # layers whose staleness rises at the same time, where one follows the other
+
+
+@dataclass(frozen=True)
+class StalenessSchedule:
+    """From what a model's layers were, staleness 0, to their wiring, 1, in so many steps: all layers together; one
+    after the other, from the first or from the last; or each by chance 0 or 1, with a probability that rises.
+    """
+
+    steps: int
+    way: str
+    layers: tuple[int, ...]  # those with another wiring than standard
+    count: int  # of all layers
+    seed: int
+
+    def share(self, step: int) -> float:
+        """How far the schedule is at a step, from 0 to 1."""
+        return min(1.0, step / self.steps)
+
+    def at(self, step: int) -> float | list[float]:
+        """Of all layers, or of each, at a step: the same on every rank, and again after a resumption."""
+        share = self.share(step)
+        if self.way == "together" or share == 1:
+            return share
+        values, draw = [1.0] * self.count, random.Random(f"{self.seed} {step}")
+        for position, index in enumerate(self.layers if self.way == "first" else self.layers[::-1]):
+            if self.way == "chance":
+                values[index] = float(draw.random() < share)
+            else:
+                ramp = share * (1 + (len(self.layers) - 1) / RAMP) - position / RAMP
+                values[index] = min(1.0, max(0.0, ramp))
+        return values
 
 
 class Arguments(TrainingArguments):  # type: ignore[misc]
-    """Of several ranks on CPUs accelerate says that they are on `cpu:0`, from where nothing can be loaded."""
+    """On CPUs accelerate names the device of several ranks `cpu:0`, from where nothing can be loaded."""
 
     @property
     def device(self) -> torch.device:
@@ -36,17 +71,11 @@ class Arguments(TrainingArguments):  # type: ignore[misc]
 
 
 def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
-    """The options in transformers' words. Joins the ranks of torchrun, if it was torchrun that started this process."""
+    """The options as transformers has them. Joins the ranks of torchrun, if torchrun has started this process."""
     if find_spec("accelerate") is None:
         raise LadderError("training needs accelerate: pip install 'ladder-residual[train]'")
-    on_gpu, steps = options.place == "cuda", options.steps
-    warmup = math.ceil(options.warmup * steps)
-    schedules: dict[str, tuple[str, dict[str, Any]]] = {
-        "cosine": ("cosine_with_min_lr", {"min_lr_rate": LEAST}),
-        "linear": ("polynomial", {"lr_end": LEAST * options.lr, "power": 1.0}),
-        "constant": ("constant_with_warmup", {}),
-    }
-    schedule, details = schedules[options.schedule]
+    on_gpu, steps = options.device_type == "cuda", options.steps
+    schedule, details, warmup = lr_schedule(options)
     made = Arguments(
         output_dir=str(folder), max_steps=steps, learning_rate=options.lr, weight_decay=options.weight_decay,
         adam_beta2=options.beta2, max_grad_norm=options.clip, lr_scheduler_type=schedule,
@@ -63,13 +92,23 @@ def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
     )  # fmt: skip
     if options.fsdp and made.world_size == 1:
         raise LadderError("--fsdp shards over ranks, and there is one: start it with torchrun, or leave --fsdp out")
-    micro, times = options.rows_at_a_time(made.world_size)
-    made.per_device_train_batch_size, made.gradient_accumulation_steps = micro, times
-    made.per_device_eval_batch_size = micro
+    size, passes = options.micro_batches(made.world_size)
+    made.per_device_train_batch_size, made.gradient_accumulation_steps = size, passes
+    made.per_device_eval_batch_size = size
     return made
 
 
-class Run(Trainer):  # type: ignore[misc]
+def lr_schedule(options: TrainingOptions) -> tuple[str, dict[str, Any], int]:
+    """transformers' name of the learning rate's schedule, its arguments, and the steps of its warm-up."""
+    schedules: dict[str, tuple[str, dict[str, Any]]] = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": FINAL_LR}),
+        "linear": ("polynomial", {"lr_end": FINAL_LR * options.lr, "power": 1.0}),
+        "constant": ("constant_with_warmup", {}),
+    }
+    return *schedules[options.schedule], math.ceil(options.warmup * options.steps)
+
+
+class LadderTrainer(Trainer):  # type: ignore[misc]
     """One run. Without a teacher the model learns from the text alone."""
 
     optimizer: Any
@@ -80,28 +119,28 @@ class Run(Trainer):  # type: ignore[misc]
         args: TrainingArguments,
         train: Any,
         valid: Any,
-        weights: Weights,
+        weights: LossWeights,
         teacher: Teacher | None,
         options: TrainingOptions,
-        moving: Moving | None,
+        staleness: StalenessSchedule | None,
         progress: Progress,
     ) -> None:
         self._weights, self._teacher, self._options = weights, teacher, options
-        cached = model.config.use_cache  # which Trainer turns off, for whoever reads the config later too
+        cached = model.config.use_cache  # which Trainer turns off, also in the config that is saved
         super().__init__(model=model, args=args, train_dataset=train, eval_dataset=valid)
         model.config.use_cache = cached
-        self.model_accepts_loss_kwargs = False  # rows are of one length: a mean of means is the mean
-        for noise in (PrinterCallback, ProgressCallback):
-            self.remove_callback(noise)
-        self._work = torch.compile(piece, dynamic=False) if options.compiled else piece
-        self._moving = moving
-        self.add_callback(Log(options, self.staleness, Path(args.output_dir).parent / "log.jsonl", progress))
-        self.add_callback(_Staleness(self))
+        self.model_accepts_loss_kwargs = False  # sequences are of one length: a mean of means is the mean
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self._loss_chunk = torch.compile(loss_chunk, dynamic=False) if options.compiled else loss_chunk
+        self._schedule = staleness
+        self.add_callback(RunLog(options, self.staleness, Path(args.output_dir).parent / "log.jsonl", progress))
+        self.add_callback(_StalenessCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """accelerate knows FSDP on accelerators only, and says nothing elsewhere; torch has it on CPUs too."""
+        """accelerate has FSDP on accelerators only, and silently ignores it elsewhere; torch has it on CPUs too."""
         super().create_accelerator_and_postprocess()
-        # its autocast makes float32 of all logits; ours (`_said`) does not. FSDP2's own policy stays as it is.
+        # its autocast makes float32 of all logits; ours (`_forward`) does not. FSDP2's own policy stays as it is.
         self.accelerator.native_amp = False
         state = self.accelerator.state
         if self._options.fsdp and getattr(state, "fsdp_plugin", None) is None:
@@ -122,11 +161,11 @@ class Run(Trainer):  # type: ignore[misc]
             self.optimizer = muon(self.model, decayed, self.args)
         return super().create_optimizer(model)
 
-    def go(self, checkpoint: Path | None) -> dict[str, float]:
+    def run(self, checkpoint: Path | None) -> dict[str, float]:
         """Train to the end, from a checkpoint where there is one; returns the last evaluation."""
-        with suppress(Done):
+        with suppress(AlreadyTrained):
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        if self._moving:
+        if self._schedule:
             restale(self.model, 1.0)
         last = [line for line in self.state.log_history if "eval_loss" in line and line["step"] == self.state.max_steps]
         return {name: last[-1][name] for name in last[-1] if name.startswith("eval_")} if last else self.evaluate()
@@ -136,79 +175,79 @@ class Run(Trainer):  # type: ignore[misc]
     ) -> Any:
         weights, streams = self._weights, bool(self._weights.hidden)
         more = {"output_hidden_states": True} if streams else {}  # which not every model takes
-        said = self._said(model, inputs, **more)
+        outputs = self._forward(model, inputs, **more)
         teacher: Any = None
         wanted: tuple[Tensor, ...] = ()
         if self._teacher is not None and (weights.kl or streams):
-            teacher, wanted = self._teacher.answers(inputs, streams)
+            teacher, wanted = self._teacher.outputs(inputs, streams)
         targets = next_tokens(inputs["labels"]).flatten()
-        loss = distance(said.logits.flatten(0, 1), teacher, targets, weights, self._work)
+        loss = distillation_loss(outputs.logits.flatten(0, 1), teacher, targets, weights, self._loss_chunk)
         if streams:
-            loss = loss + weights.hidden * apart(said.hidden_states[1:], wanted)
+            loss = loss + weights.hidden * hidden_distance(outputs.hidden_states[1:], wanted)
         return (loss, None) if return_outputs else loss
 
     def staleness(self) -> float | None:
-        """At this step, on the whole: from what the model was, 0, to its wiring, 1. None: it is not moved."""
-        return self._moving.share(self.state.global_step) if self._moving else None
+        """How far the schedule is at this step, from 0 to 1. None: there is no schedule."""
+        return self._schedule.share(self.state.global_step) if self._schedule else None
 
-    def restale(self) -> None:
-        """As this step has it."""
-        if self._moving:
-            restale(self.model, self._moving.at(self.state.global_step))
+    def set_staleness(self) -> None:
+        """To what the schedule has for this step."""
+        if self._schedule:
+            restale(self.model, self._schedule.at(self.state.global_step))
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
-        """Nats per token of the text, and with a teacher in memory KL and agreement, over the validation windows; under
-        the wiring itself, however stale the model is made at this step.
+        """Nats per token of the text, and with a teacher in memory KL and agreement, over the validation sequences;
+        under the wiring itself, whatever the staleness is at this step.
         """
         model, ranks = self.model_wrapped, self.args.world_size
         model.eval()
-        if self._moving:
+        if self._schedule:
             restale(self.model, 1.0)
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         size = self.args.per_device_eval_batch_size
         each = len(self.eval_dataset) // ranks  # as many on every rank: a sharded model's passes are made together
         mine = range(self.args.process_index * each, (self.args.process_index + 1) * each)
         for at in range(0, each, size):
-            rows = [self.eval_dataset[index] for index in mine[at : at + size]]
-            inputs = {name: torch.stack([row[name] for row in rows]).to(self.args.device) for name in rows[0]}
+            items = [self.eval_dataset[index] for index in mine[at : at + size]]
+            inputs = {name: torch.stack([item[name] for item in items]).to(self.args.device) for name in items[0]}
             with torch.no_grad(), self.compute_loss_context_manager():
-                sums += self._measured(model, inputs)
+                sums += self._scores(model, inputs)
         sums = self.accelerator.reduce(sums, "sum")
-        nats, counted, far, agree = sums.tolist()
-        found = {"eval_loss": nats / counted, "eval_perplexity": math.exp(min(nats / counted, 700))}
-        if self._teacher is not None and self._teacher.present:
+        nats, counted, kl, agree = sums.tolist()
+        found = {"eval_loss": nats / counted, "eval_perplexity": perplexity_of(nats / counted)}
+        if self._teacher is not None and self._teacher.online:
             tokens = ranks * each * len(self.eval_dataset[0]["input_ids"])
-            found |= {"eval_kl": far / tokens, "eval_agreement": agree / tokens}
-        self.restale()
+            found |= {"eval_kl": kl / tokens, "eval_agreement": agree / tokens}
+        self.set_staleness()
         self.log(dict(found))
         self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "train_runtime" not in logs:  # Trainer's last word, which forgets what was before a resumption
+        if "train_runtime" not in logs:  # Trainer's last line, which does not count what was before a resumption
             super().log(logs, start_time)
 
-    def _said(self, model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
+    def _forward(self, model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16"):
             return model(input_ids=inputs["input_ids"], use_cache=False, **more)
 
-    def _measured(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def _scores(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Sums over a batch: nats, targets, KL, tokens whose likeliest successor is the teacher's."""
-        logits = self._said(model, inputs).logits.flatten(0, 1)
+        logits = self._forward(model, inputs).logits.flatten(0, 1)
         targets = next_tokens(inputs["labels"]).flatten()
         counted = (targets >= 0).sum()
-        nats = distance(logits, None, targets, Weights(0.0, 1.0)) * counted
-        far = agree = nats.new_zeros(())
-        if self._teacher is not None and self._teacher.present:
-            said, _ = self._teacher.answers(inputs)
-            assert isinstance(said, Tensor)
-            far = distance(logits, said, targets, Weights(1.0, 0.0)) * len(logits)
-            agree = (logits.argmax(-1) == said.argmax(-1)).sum()
-        return torch.stack([nats.double(), counted.double(), far.double(), agree.double()])
+        nats = distillation_loss(logits, None, targets, LossWeights(0.0, 1.0)) * counted
+        kl = agree = nats.new_zeros(())
+        if self._teacher is not None and self._teacher.online:
+            wanted, _ = self._teacher.outputs(inputs)
+            assert isinstance(wanted, Tensor)
+            kl = distillation_loss(logits, wanted, targets, LossWeights(1.0, 0.0)) * len(logits)
+            agree = (logits.argmax(-1) == wanted.argmax(-1)).sum()
+        return torch.stack([nats.double(), counted.double(), kl.double(), agree.double()])
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint's weights under the names that they are loaded by: `save_pretrained` gives experts names
-        of the hub, by which Trainer finds none of them, and refuses generation configs that it dislikes.
+        of the hub, under which Trainer finds none of them, and refuses generation configs that it holds for invalid.
         """
         if hasattr(self.model, "peft_config"):
             super()._save(output_dir, state_dict)
@@ -223,16 +262,16 @@ class Run(Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             every = Path(self.args.output_dir)
-            place.seal(every / f"checkpoint-{self.state.global_step}")
-            for old in place.complete(every)[: -self._options.keep]:
+            mark_complete(every / f"checkpoint-{self.state.global_step}")
+            for old in complete_checkpoints(every)[: -self._options.keep]:
                 shutil.rmtree(old)
 
 
-class _Staleness(TrainerCallback):  # type: ignore[misc]
-    """Moves it with every step."""
+class _StalenessCallback(TrainerCallback):  # type: ignore[misc]
+    """Sets the staleness before every step."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, trainer: LadderTrainer) -> None:
+        self._trainer = trainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        self._run.restale()
+        self._trainer.set_staleness()

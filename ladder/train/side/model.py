@@ -1,16 +1,15 @@
-"""Ladder side-tuning: a frozen model, and a small network beside it that gives back what its rewiring has cost.
+"""Ladder side-tuning: a frozen model, and a small network beside it that restores what its rewiring has cost.
 
-The model runs without gradients. The side network looks at its residual stream between the layers and runs along;
-what it answers is added to the last stream, and the model's own final norm and head make logits of that. So nothing
-is kept of the model's layers for the backward pass, which ends at the side network's gates (Ladder Side-Tuning, Sung,
-Cho, Bansal 2022, arXiv 2206.06522). The side network is a ladder network as well.
+The model runs without gradients. The side network reads its residual stream between the layers; its output is added
+to the last stream, from which the model's own final norm and head compute the logits. So nothing is kept of the
+model's layers for the backward pass, which ends at the side network's gates (Ladder Side-Tuning, Sung, Cho, Bansal
+2022, arXiv 2206.06522). The side network has a wiring of its own, ladder by default.
 
-It holds on to the model by hooks, which are there during a pass only: the model itself is never changed.
+It is attached to the model by hooks, which exist during a pass only: the model itself is never changed.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -27,23 +26,24 @@ from transformers import PreTrainedModel
 from ladder.config.fields import SIDE, read_json
 from ladder.config.lock import unlocked, wiring_of
 from ladder.errors import LadderError
+from ladder.files import replaced, write_json
 from ladder.hf.families import family
 from ladder.hf.rewire import IN_MEMORY
 from ladder.hf.wire import layers_of
-from ladder.train.side_layer import Pass, Shape, SideNetwork
+from ladder.train.side.network import SideNetwork, SidePass, SideShape
 from ladder.wiring import Wiring
 
 WEIGHTS, FACTS = "side.safetensors", SIDE
 LARGEST_HEAD = 64
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")  # what the families call it
-# what a config.json says besides the function that a model is: who wrote it, how it was loaded, how it is used
-_NO_MATTER = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-_NO_MATTER |= {"pad_token_id", "bos_token_id", "eos_token_id", "output_hidden_states", "output_attentions"}
+# keys of a config.json that do not change the function: where it came from, how it was loaded, how it is used
+_IRRELEVANT = {"_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+_IRRELEVANT |= {"pad_token_id", "bos_token_id", "eos_token_id", "output_hidden_states", "output_attentions"}
 
 
 @dataclass(frozen=True)
 class SideConfig:
-    """What a side network is, whatever model it stands beside."""
+    """Of a side network, for any model."""
 
     reduction: int = 8  # its width is the model's divided by this, as whole heads
     every: int = 1  # it reads every so many layers of the model, the last one always, and has a layer for each
@@ -69,7 +69,7 @@ class SideConfig:
         """Which of a model's layers are read, in order."""
         return list(range(layers - 1, -1, -self.every))[::-1]
 
-    def shape(self, config: Any) -> Shape:
+    def shape(self, config: Any) -> SideShape:
         """Beside a model of this config."""
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
         head = min(getattr(config, "head_dim", None) or hidden // heads, LARGEST_HEAD) // 2 * 2  # rotary needs pairs
@@ -78,14 +78,14 @@ class SideConfig:
         if self.reduction > hidden:
             raise LadderError(f"a reduction of {self.reduction} leaves nothing of a width of {hidden}")
         width = max(1, round(hidden / self.reduction / head)) * head
-        return Shape(hidden, width, head, len(self.reads(config.num_hidden_layers)))
+        return SideShape(hidden, width, head, len(self.reads(config.num_hidden_layers)))
 
 
 class SideModel(nn.Module):
-    """A model and the network beside it, to be used as the model is: trained, measured, generated with.
+    """A model and the network beside it, to be used like the model: trained, evaluated, generated with.
 
-    Only the side network's parameters are this module's own: an optimizer, a checkpoint, DDP see nothing else. The
-    backbone is frozen, without dropout, and goes wherever this module goes.
+    Only the side network's parameters are this module's own: an optimizer, a checkpoint, DDP have nothing else. The
+    backbone is frozen, without dropout, and moves to other devices and dtypes with this module.
     """
 
     def __init__(self, backbone: Any, config: SideConfig | None = None, dtype: torch.dtype | None = None) -> None:
@@ -134,11 +134,11 @@ class SideModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def get_base_model(self) -> Any:
-        """What `rewire` and `restale` ask for, as they ask PEFT."""
+        """`rewire` and `restale` call it, as they do with PEFT."""
         return self.backbone
 
     def tie_weights(self) -> None:
-        """lm-eval asks every model to; the backbone's are tied since it was loaded."""
+        """lm-eval calls it; the backbone's are tied since it was loaded."""
 
     def train(self, mode: bool = True) -> "SideModel":
         super().train(mode)
@@ -146,7 +146,7 @@ class SideModel(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SideModel":
-        """What `to`, `cuda`, `half` come down to."""
+        """`to`, `cuda` and `half` call it."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.backbone._apply(fn)
         return self
@@ -164,14 +164,14 @@ class SideModel(nn.Module):
             return self.backbone(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **more)
 
     def generate(self, *arguments: Any, **named: Any) -> Any:
-        """As the backbone's; every token computes all those before it, since neither of the two keeps a cache."""
+        """As the backbone's, without a cache: every token computes all those before it."""
         with self._attached(False), torch.no_grad():
             return self.backbone.generate(*arguments, **{**named, "use_cache": False})
 
     @contextmanager
     def _attached(self, grad: bool) -> Iterator[None]:
-        """Between here and its end the backbone's passes are passes of both."""
-        step, backbone = Pass(self.network, backbone_dtype=self.dtype, grad=grad), self.backbone
+        """Inside, a pass of the backbone is a pass of both."""
+        step, backbone = SidePass(self.network, backbone_dtype=self.dtype, grad=grad), self.backbone
         layers = layers_of(backbone)
         handles = [
             backbone.register_forward_pre_hook(step.begin, with_kwargs=True),
@@ -191,14 +191,12 @@ class SideModel(nn.Module):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{WEIGHTS}.partial"
-        save_file({name: each.contiguous() for name, each in self.network.state_dict().items()}, partial)
-        partial.chmod(0o644)  # safetensors creates it for its owner alone
-        facts = {"side": asdict(self.side_config), "backbone": _facts(self.backbone), "weights": _sha256(partial)}
-        os.replace(partial, folder / WEIGHTS)
-        partial = folder / f"{FACTS}.partial"
-        partial.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(partial, folder / FACTS)
+        with replaced(folder / WEIGHTS) as partial:
+            save_file({name: each.contiguous() for name, each in self.network.state_dict().items()}, partial)
+            partial.chmod(0o644)  # safetensors creates it for its owner alone
+        weights = _sha256(folder / WEIGHTS)
+        facts = {"side": asdict(self.side_config), "backbone": _facts(self.backbone), "weights": weights}
+        write_json(folder / FACTS, facts)
 
     @classmethod
     def load(cls, folder: str | Path, backbone: Any, dtype: torch.dtype | None = None) -> "SideModel":
@@ -241,7 +239,7 @@ def backbone_of(folder: Path) -> tuple[str, str, bool] | None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """What `save` has told beside the weights, which are still those."""
+    """The facts that `save` has written; the weights must be those."""
     facts = read_json(folder / FACTS)
     parts = {"side": dict, "backbone": dict, "weights": str}
     for key, kind in parts.items():
@@ -264,10 +262,10 @@ def _final_norm(backbone: Any) -> nn.Module:
 
 
 def _facts(backbone: Any) -> dict[str, Any]:
-    """Who a backbone is: its config, and of its weights a sample."""
+    """What identifies a backbone: its config, and a sample of its weights."""
     raw = unlocked(json.loads(backbone.config.to_json_string()))
     wiring = wiring_of(raw, backbone.config.num_hidden_layers)
-    kept = {key: value for key, value in raw.items() if key not in _NO_MATTER}
+    kept = {key: value for key, value in raw.items() if key not in _IRRELEVANT}
     text = json.dumps({**kept, "wiring": str(wiring), "ladder_layers": None}, sort_keys=True)
     name = str(backbone.name_or_path).removesuffix(IN_MEMORY)
     found = {
@@ -286,7 +284,7 @@ def _sample(backbone: Any) -> list[float]:
 
 
 def _alike(one: Any, other: list[float]) -> bool:
-    """But for the rounding of half precision; folders of before had no sample."""
+    """Up to the rounding of half precision; older folders have no sample."""
     if not isinstance(one, list):
         return True
     pairs = zip(one, other, strict=False)

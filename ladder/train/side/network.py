@@ -3,14 +3,14 @@
     side     <-  start( n(embedding) )
     side     <-  s side + (1 - s) down( n(stream) )      for each layer of the model that is read, the stream after it;
     side     <-  layer( side )                           s = sigmoid(gate / T); attention and MLP, wired
-    answer    =  size(stream) up( norm(side) )           to be added to the model's last stream
+    output    =  rms(stream) up( norm(side) )            to be added to the model's last stream
 
-n(x) = x / size(x), size(x) = rms(x) of each token: streams of some families are a hundred times as large as others'.
-There is nothing to learn in n (`down` can do all that a gain could), so that all that is kept for the backward pass of
-the model's width is one n(stream) per layer that is read. `up` begins as zero: the answer is exactly nothing.
+n(x) = x / rms(x) of each token: streams of some families are a hundred times as large as others'. n has no parameters
+(`down` can do all that a gain could), so that of the model's width only one n(stream) per layer that is read is kept
+for the backward pass. `up` is initialized with zeros: the output is exactly zero.
 
-A gate scales the side network's own stream, the sums that are still on the wire included. It waits for none of them:
-each may be scaled when it lands, since the sum of what the ranks have scaled is the scaled sum.
+A gate scales the side network's own stream, all-reduces in flight included. It waits for none of them: each rank may
+scale its partial sum, since the sum of the scaled partial sums is the scaled sum.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from ladder.config import Rope
 from ladder.errors import LadderError
 from ladder.hf.layer import Carried
 from ladder.hf.wire import wire_layers
-from ladder.layers.rope import angles, frequencies
+from ladder.layers.rope import frequencies
 from ladder.wiring import Wiring
 
 TEMPERATURE = 0.1  # of the gates, as in Ladder Side-Tuning (arXiv 2206.06522)
@@ -36,7 +36,7 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Shape:
+class SideShape:
     """How large a side network is."""
 
     hidden: int  # the model's width
@@ -45,7 +45,7 @@ class Shape:
     layers: int
 
     def config(self) -> LlamaConfig:
-        """Its layers, in transformers' words."""
+        """transformers' config of its layers."""
         inner = -(-8 * self.width // (3 * self.head)) * self.head  # a gated MLP as large as a plain one of 4 x width
         return LlamaConfig(
             hidden_size=self.width, intermediate_size=inner, num_hidden_layers=self.layers, head_dim=self.head,
@@ -54,9 +54,9 @@ class Shape:
 
 
 class SideNetwork(nn.Module):
-    """Driven from outside, a step for each layer that is read: `begin`, `step` ..., `answer`."""
+    """Driven from outside, a step for each layer that is read: `begin`, `step` ..., `output`."""
 
-    def __init__(self, shape: Shape, wiring: Wiring) -> None:
+    def __init__(self, shape: SideShape, wiring: Wiring) -> None:
         super().__init__()
         self.config = shape.config()
         self.start = nn.Linear(shape.hidden, shape.width, bias=False)
@@ -82,28 +82,30 @@ class SideNetwork(nn.Module):
         side = self.start(normalized(embedding))
         return Carried(side, side, ())
 
-    def how(self, side: Carried, mask: Tensor | None) -> dict[str, Any]:
-        """What all layers are told besides the stream: who sees whom, and the tokens' places as angles."""
+    def layer_arguments(self, side: Carried, mask: Tensor | None) -> dict[str, Any]:
+        """The layers' arguments besides the stream: the attention mask, and the positions as angles."""
         positions = torch.arange(side.stream.shape[1], device=side.stream.device)[None]
-        cos, sin = angles(self._frequencies.to(positions.device), positions, side.stream.dtype)
-        return {"attention_mask": mask, "position_embeddings": (cos.squeeze(2), sin.squeeze(2))}
+        half = positions.unsqueeze(-1).float() * self._frequencies.to(positions.device)
+        both = torch.cat((half, half), dim=-1)
+        angles = tuple(each.to(side.stream.dtype) for each in (both.cos(), both.sin()))
+        return {"attention_mask": mask, "position_embeddings": angles}
 
-    def step(self, index: int, side: Carried, stream: Tensor, how: dict[str, Any]) -> Any:
-        """One layer, which first takes in the model's stream. The last one hands back the stream alone."""
+    def step(self, index: int, side: Carried, stream: Tensor, arguments: dict[str, Any]) -> Any:
+        """One layer, which first takes in the model's stream. The last one returns the stream alone."""
         keep = torch.sigmoid(self.gates[index] / TEMPERATURE)
         new = (1 - keep) * self.down[index](normalized(stream))
         mixed = Carried(keep * side.stream + new, keep * side.agreed + new, tuple(keep * each for each in side.sums))
-        return self.layers[index](mixed, **how)
+        return self.layers[index](mixed, **arguments)
 
-    def answer(self, side: Tensor, stream: Tensor) -> Tensor:
-        """What is to be added to the model's last stream, of its shape and type."""
+    def output(self, side: Tensor, stream: Tensor) -> Tensor:
+        """To be added to the model's last stream, of its shape and dtype."""
         with torch.no_grad():
-            scale = size(stream)
+            scale = rms(stream)
         found: Tensor = self.up(self.norm(side)) * scale
         return found.to(stream.dtype)
 
 
-class Pass:
+class SidePass:
     """The side network's steps during a pass of the backbone, each where a hook calls it."""
 
     def __init__(self, network: SideNetwork, backbone_dtype: torch.dtype, grad: bool) -> None:
@@ -112,7 +114,9 @@ class Pass:
 
     @contextmanager
     def _beside(self, stream: Tensor) -> Iterator[None]:
-        """With gradients where the caller wants any; wide parameters beside a narrow backbone compute as narrow."""
+        """With gradients where the caller has them on; float32 parameters beside a half-precision backbone compute in
+        half precision.
+        """
         with torch.set_grad_enabled(self._grad):
             if self._half is None:
                 yield
@@ -131,42 +135,43 @@ class Pass:
         self._index = 0
         with self._beside(stream):
             self._side: Any = self._network.begin(stream)
-            self._how = self._network.how(self._side, visible(stream.shape[1], self._present, self._positions))
+            mask = attention_mask(stream.shape[1], self._present, self._positions)
+            self._arguments = self._network.layer_arguments(self._side, mask)
 
     def layer(self, layer: nn.Module, arguments: Any, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) else output
         with self._beside(stream):
-            self._side = self._network.step(self._index, self._side, stream, self._how)
+            self._side = self._network.step(self._index, self._side, stream, self._arguments)
         self._index += 1
 
     def end(self, norm: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
-        """The last stream with the answer. From here to the end of the pass gradients are on: norm, head, loss."""
+        """The last stream with the output added. From here on gradients are enabled: norm, head, loss."""
         stream = arguments[0]
         with self._beside(stream):
             side = self._side.stream if isinstance(self._side, Carried) else self._side
-            stream = stream + self._network.answer(side, stream)
+            stream = stream + self._network.output(side, stream)
         self._side = None
         torch.set_grad_enabled(self._grad)
         return (stream,)
 
 
-def size(stream: Tensor) -> Tensor:
+def rms(stream: Tensor) -> Tensor:
     """Root mean square of each token, float32 at least: [batch, tokens, 1]."""
     wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
     return (wide.square().mean(-1, keepdim=True) + EPSILON).sqrt()
 
 
 def normalized(stream: Tensor) -> Tensor:
-    """The model's stream as the side network reads it; no gradient goes back from here."""
+    """The model's stream as the side network reads it; gradients end here."""
     with torch.no_grad():
-        return (stream / size(stream)).to(stream.dtype)
+        return (stream / rms(stream)).to(stream.dtype)
 
 
-def visible(tokens: int, present: Tensor | None, positions: Tensor | None) -> Tensor | None:
-    """Which tokens each one may look at, [batch, 1, tokens, tokens]; None: all up to itself.
+def attention_mask(tokens: int, present: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    """Which tokens each one attends to, [batch, 1, tokens, tokens]; None: all up to itself.
 
-    `present` [batch, tokens] is 0 for padding. Where `positions` [batch, tokens] do not go on, another text begins. A
-    token may always look at itself, padding too: a row of nothing has no softmax.
+    `present` [batch, tokens] is 0 for padding. Where `positions` [batch, tokens] do not increase by 1, another text
+    begins. A token always attends to itself, padding too: softmax over nothing is not defined.
     """
     limits = []
     if present is not None and not bool(present.all()):

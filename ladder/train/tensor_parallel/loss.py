@@ -4,17 +4,16 @@ import torch
 from torch import Tensor
 
 from ladder.comm.base import Comm
-from ladder.comm.differentiable import gathered
+from ladder.comm.differentiable import all_gathered
 from ladder.errors import LadderError
-
-IGNORED = -100  # transformers' mark of a token that no one has to predict
+from ladder.train.loss import IGNORED
 
 
 def cross_entropy(comm: Comm, block_logits: Tensor, targets: Tensor, vocab: int) -> Tensor:
     """mean over tokens of ( log sum exp (logits) - logits[target] ), the same on every rank; float32 at least.
 
-    `block_logits` [..., step] are this rank's columns of the logits (`Head`), `targets` [...] ids below `vocab`, or
-    IGNORED. Each rank tells the others two numbers a token: log sum exp of its block, and the target's logit where it
+    `block_logits` [..., step] are this rank's columns of the logits, `targets` [...] ids below `vocab`, or IGNORED.
+    Two numbers a token are gathered from each rank: log sum exp of its block, and the target's logit where the rank
     has it, else 0. For gradients `comm` must be a `Differentiable`, or emulated.
     """
     step = block_logits.shape[-1]
@@ -30,7 +29,7 @@ def cross_entropy(comm: Comm, block_logits: Tensor, targets: Tensor, vocab: int)
     local = targets - start
     mine = counts & (local >= 0) & (local < block.shape[-1])
     own = _picked(block, local.where(mine, 0)).where(mine, 0)
-    everyone = gathered(comm, torch.stack((torch.logsumexp(block, dim=-1), own), dim=-1))
+    everyone = all_gathered(comm, torch.stack((torch.logsumexp(block, dim=-1), own), dim=-1))
     losses = torch.logsumexp(everyone[..., 0], dim=-1) - everyone[..., 1].sum(-1)
     return losses.where(counts, 0).sum() / counts.sum()
 

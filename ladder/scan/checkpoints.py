@@ -1,0 +1,69 @@
+"""Checkpoints that are fitted or adapted: what does not belong together is refused before a weight is read."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from ladder.config.lock import ranks_of, wiring_of
+from ladder.data.shards import Shards
+from ladder.data.texts import fingerprint, load_tokenizer
+from ladder.errors import LadderError
+from ladder.hf.families import family
+from ladder.hf.load import pretrained
+from ladder.hf.wire import refuse_settings
+from ladder.wiring import Wiring
+
+_SAME = ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+_SAME += ["head_dim", "intermediate_size", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"]
+
+
+def read_original(model: str, pattern: str, seq_len: int) -> tuple[Any, Wiring]:
+    """The config of a model that is not rewired yet, and the wiring that it is to have."""
+    config = pretrained(AutoConfig, model)
+    family(config.model_type)
+    refuse_settings(config)
+    wiring = Wiring.parse(pattern, config.num_hidden_layers)
+    if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
+        raise LadderError(f"{model} is wired already: name its original")
+    context = getattr(config, "max_position_embeddings", seq_len)
+    if seq_len > context:
+        raise LadderError(f"--seq-len {seq_len} is more than the model's context of {context}: give a smaller one")
+    return config, wiring
+
+
+def check_init_from(checkpoint: Path, config: Any, wiring: Wiring, ranks: int) -> None:
+    """Refuse initial weights that are of another model or wiring."""
+    if not checkpoint.is_dir():
+        raise LadderError(f"no such folder: {checkpoint}; ladder fit makes one")
+    if not (checkpoint / "config.json").exists():
+        raise LadderError(f"{checkpoint} has no config.json: name a finished model, of ladder fit or ladder adapt")
+    own = pretrained(AutoConfig, str(checkpoint))
+    for name in _SAME:
+        if (found := getattr(own, name, None)) != (wanted := getattr(config, name, None)):
+            raise LadderError(f"{checkpoint} is of another model: its {name} is {found}, not {wanted}")
+    held = wiring_of(vars(own), own.num_hidden_layers)
+    if (found := ranks_of(vars(own))) != ranks:
+        raise LadderError(f"{checkpoint} is for {found} ranks, not {ranks}: name weights for the same number")
+    if held != wiring:
+        raise LadderError(f"{checkpoint} is wired {str(held)!r}, not {str(wiring)!r}: name weights of the same wiring")
+
+
+def read_tokenizer(model: str, config: Any, *folders: Path | None) -> Any:
+    """The model's tokenizer; the tokens in the folders must be of the same."""
+    tokenizer = load_tokenizer(model)
+    for folder in folders:
+        if folder is not None:
+            shards = Shards.open(folder)
+            shards.check_vocab(config.vocab_size, model)
+            shards.check_tokenizer(fingerprint(tokenizer), model)
+    return tokenizer
+
+
+def write_model(model: Any, folder: Path) -> None:
+    """A model's files, readable by all users."""
+    own, model.generation_config = model.generation_config, type(model.generation_config)()
+    model.save_pretrained(folder)
+    own.to_json_file(folder / "generation_config.json")  # as it was, whether or not transformers would accept it
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors creates it for its owner alone

@@ -1,0 +1,83 @@
+"""What `ladder fit` and `ladder scan` are given. The command line is generated from these classes."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ladder.errors import LadderError, check_known
+from ladder.options import argument, check_least, check_types, option
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What is fitted, to what, on what."""
+
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the original.")
+    out: Path = argument("New folder for the fitted checkpoint.")
+    wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
+    data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
+    tokens: int | None = option(
+        None, "Tokens to fit on, from everywhere in the data; default: 64 for each input of the widest projection."
+    )
+    seq_len: int = option(1024, "Tokens of a sequence.")
+    batch: int = option(8, "Sequences at a time.")
+    ridge: float = option(0.01, "How much weights are held to what they were.")
+    dtype: str = option("auto", "What is computed in: auto (the checkpoint's, on a CPU float32), bfloat16 or float32.")
+    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_least(self, seq_len=2, batch=1, tokens=1)
+        if not 1e-6 <= self.ridge <= 1e3:
+            raise LadderError(f"ridge must be from 1e-06 to 1000, not {self.ridge}")
+        check_known("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _ = self.device_type
+
+    @property
+    def device_type(self) -> str:
+        from ladder.devices import device_type  # here: it takes torch with it
+
+        return device_type(self.device)
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """What is tried, on what, and what is wanted of the result."""
+
+    data: Path = field(metadata={"help": "A text to measure on: a file as `ladder data` takes them."})
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name; as it is: the original.")
+    field: str = option("text", "Where the text stands: the key of a JSON line, the column of a parquet file.")
+    wiring: str = option("ladder", "The row to try on the layers, as in ladder, ladder-2 or parallel.")
+    tokens: int = option(32_768, "Predict the first so many tokens of the text.")
+    seq_len: int | None = option(None, "Tokens of a sequence; default: the model's context, at most 1024.")
+    batch: int = option(8, "Sequences at a time.")
+    points: int = option(8, "About so many sizes of sets, and those that --budget or --speed needs; 0 for all.")
+    fit: int | None = option(
+        None, "Fit each set on about so many tokens behind those (see `ladder fit`), and measure what is left."
+    )
+    greedy: bool = option(False, "Choose each next layer by trying all that remain: slow, for small models.")
+    budget: float | None = option(None, "Propose the largest set with at most this KL, in nats per token.")
+    speed: float | None = option(None, "Propose the smallest set that makes tokens so many times as fast as standard.")
+    chip: str = option("h100", "For --speed: a chip as in ladder plan.")
+    tp: int = option(8, "For --speed: ranks that share the model.")
+    link: str = option("nvlink_nccl", "For --speed: a link's name, or alpha,beta as in 50us,10GB/s.")
+    requests: int = option(1, "For --speed: requests at a time (--batch of ladder plan).")
+    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    plot: Path | None = option(None, "A file for the picture, as in scan.png.")
+    json: bool = option(False, "One JSON line per measurement, as it comes, instead of the tables.")
+
+    def __post_init__(self) -> None:
+        check_least(self, tokens=1, batch=1, points=0, fit=1)
+        if self.plot is not None:
+            _check_plot(self.plot)
+
+
+def _check_plot(file: Path) -> None:
+    """Whether a picture can be written there: known before a scan, which takes long."""
+    if not file.absolute().parent.is_dir():
+        raise LadderError(f"{file} cannot be written: there is no folder {file.parent}")
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise LadderError(f"{file} cannot be written")
+    if file.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise LadderError(f"{file} is no picture's name: let it end with .png, .pdf or .svg")

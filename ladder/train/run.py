@@ -1,0 +1,144 @@
+"""A training run: open its data, resume from a checkpoint where there is one, train, and write the model."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ladder.data.shards import TOKENIZER, EvenSample, Sequences, Shards
+from ladder.errors import LadderError
+from ladder.hf.load import quiet
+from ladder.hf.wire import inside, layers_of
+from ladder.progress import Progress
+from ladder.scan.checkpoints import write_model
+from ladder.train import folder
+from ladder.train.loss import LossWeights
+from ladder.train.options import TrainingOptions
+from ladder.train.teacher import Teacher
+from ladder.train.trainer import LadderTrainer, StalenessSchedule, arguments
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Sequences to train on and to evaluate on."""
+
+    shards: Shards
+    train: Sequences | EvenSample  # no more of them than the run reads
+    valid: Sequences
+
+    @classmethod
+    def open(cls, options: TrainingOptions, ranks: int) -> "TrainingData":
+        shards = Shards.open(options.data)
+        count = max(ranks, options.eval_tokens // options.seq_len)
+        whole = len(Sequences(shards, options.seq_len))
+        if options.valid is None:
+            count = max(ranks, min(count, whole // 100))
+            kept = whole - count
+            if kept < options.batch:
+                raise LadderError(
+                    f"{options.data} has {shards.tokens} tokens: a step needs {options.batch * options.seq_len}, and "
+                    f"an evaluation {count * options.seq_len} of them; give more data, or a smaller --batch or "
+                    "--seq-len"
+                )
+            valid = Sequences(shards, options.seq_len, skip=kept, limit=count)
+        else:
+            other = Shards.open(options.valid)
+            other.check_tokenizer(shards.fingerprint, str(options.data / TOKENIZER))
+            valid = Sequences(other, options.seq_len, limit=count)
+            if len(valid) < ranks:
+                raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.seq_len} are needed")
+            kept = whole
+        if kept < options.batch:
+            raise LadderError(
+                f"{options.data} has {shards.tokens} tokens, a step needs {options.batch * options.seq_len}: give more "
+                "data, or a smaller --batch or --seq-len"
+            )
+        # whole steps only: an epoch's last one would be a smaller one
+        train = Sequences(shards, options.seq_len, limit=kept // options.batch * options.batch)
+        wanted = options.steps * options.batch
+        return cls(shards, EvenSample(train, wanted) if wanted < len(train) else train, valid)
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """What is trained, and how it is saved."""
+
+    model: Any
+    weights: LossWeights
+    teacher: Teacher | None
+    sequences: Callable[[], Any]  # the training set; a teacher's cache is built by this call
+    staleness: StalenessSchedule | None  # None: the wiring from the first step on
+    finish: Callable[[Any, Path], None]  # writes the trained model into a folder
+
+
+def run_training(
+    out: Path,
+    wanted: dict[str, Any],
+    options: TrainingOptions,
+    make: Callable[[TrainingData, Any], TrainingTask],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Train the task that `make(data, arguments)` returns; returns the last evaluation, on how many tokens it was
+    trained, and whether this is the main rank. `out` is written to when all checks are made.
+    """
+    with quiet(), _recompile_limit(64) if options.compiled else nullcontext():
+        args = arguments(options, out / folder.CHECKPOINTS)
+        checkpoint = folder.newest_checkpoint(out / folder.CHECKPOINTS)
+        data = TrainingData.open(options, args.world_size)
+        task = make(data, args)
+        args.distributed_state.wait_for_everyone()  # until then the other ranks read what is in `out`
+        if args.process_index == 0:
+            folder.start(out, wanted)
+        train = task.sequences()
+        if options.precision == "bfloat16":
+            inside(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
+        if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
+            compile_layers(getattr(task.model, "network", inside(task.model)))
+        parts = (task.weights, task.teacher, options, task.staleness, progress)
+        trainer = LadderTrainer(task.model, args, train, data.valid, *parts)
+        last = trainer.run(checkpoint)
+        task.finish(trainer, out / folder.FINAL)
+        trainer.accelerator.wait_for_everyone()
+        if args.process_index == 0:
+            folder.finish(out)
+    return {"main": args.process_index == 0, "tokens": options.steps * options.batch * options.seq_len, **last}
+
+
+def _recompile_limit(limit: int) -> Any:
+    """Layers of a class share their compiled code, a variant for each wiring, seam, training and evaluating: torch
+    would compile 8 variants, and run the others uncompiled.
+    """
+    return torch._dynamo.config.patch(recompile_limit=limit)
+
+
+def compile_layers(model: Any) -> None:
+    """One layer at a time: all of a class share the compiled code, and it takes seconds."""
+    for layer in layers_of(model):
+        layer.compile(dynamic=False)
+
+
+def _to_bfloat16(embedding: Any, arguments: Any, x: torch.Tensor) -> torch.Tensor:
+    """The stream is bfloat16 from the start, as in generation: autocast leaves the embedding, and with it the whole
+    stream, in float32.
+    """
+    return x.bfloat16()
+
+
+def save_trained(trainer: LadderTrainer, folder: Path, dtype: torch.dtype) -> None:
+    """All weights in `dtype`, by rank 0, wherever they are sharded."""
+    trained, state = inside(trainer.model), {}
+    for name, value in trained.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value  # one at a time, by all ranks together
+        if trainer.args.process_index == 0:
+            state[name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype)
+    if trainer.args.process_index == 0:
+        with torch.device("meta"):
+            model = type(trained)(trained.config)
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+        model.generation_config = trained.generation_config
+        write_model(model, folder)

@@ -1,0 +1,1 @@
+"""Training the native decoder under tensor parallelism: `ladder train --tp` on ranks that torchrun started."""
