@@ -16,10 +16,10 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 
-from ladder.config.fields import read_config, read_json
+from ladder.checkpoint import INDEX, SINGLE, weight_files
+from ladder.config.fields import read_config
 from ladder.config.lock import locked, unlocked, wiring_of
 from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
@@ -30,9 +30,8 @@ from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
 
 WEIGHTS = "*.safetensors"
-INDEX = "model.safetensors.index.json"
 # what belongs to a checkpoint besides its weights; not its code, its other formats, its card
-BESIDE = [INDEX, "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
+BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
 BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
 BESIDE += ["USE_POLICY*", "LICENCE*"]
 BUFFER = 16 << 20
@@ -64,7 +63,9 @@ def _convert(
 ) -> Wiring:
     raw = read_config(source)
     plain, wiring = rewired(raw, pattern)
-    files = [source / file for file in weight_files(source)]
+    files = sorted(set(weight_files(source).values()))
+    if source / SINGLE not in files:
+        files.append(source / INDEX)
     beside = [
         file
         for file in sorted(source.iterdir())
@@ -133,37 +134,10 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring
 
 
-def weight_files(source: Path) -> list[str]:
-    """The files that hold the weights, complete and readable as far as their headers tell."""
-    if (source / INDEX).exists():
-        places = read_json(source / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise LadderError(f"{source / INDEX} has no weight_map")
-        names = sorted(set(map(str, places.values())))
-    else:
-        names, places = ["model.safetensors"], {}
-    found: dict[str, str] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise LadderError(f"{source / INDEX} names {name!r}, which is not a file of that folder")
-        if not (source / name).is_file():
-            other = any(source.glob("*.bin")) or any(source.glob("*.pth"))
-            hint = ": weights that are pickled (.bin) must be saved as safetensors first" if other else ""
-            raise LadderError(f"no such file: {source / name}{hint}")
-        try:
-            with safe_open(source / name, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), name)
-        except (SafetensorError, OSError) as error:
-            raise LadderError(f"{source / name} is damaged: {error}") from None
-    for tensor, name in places.items():
-        if found.get(tensor) != name:
-            raise LadderError(f"{source / INDEX} says that {tensor!r} is in {name}, which does not have it")
-    return names
-
-
 def _download(model: str, revision: str | None, folder: Path) -> None:
     """Only what is needed, straight to where it will stay."""
     try:
-        snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=["config.json", WEIGHTS, *BESIDE])
+        needed = ["config.json", INDEX, WEIGHTS, *BESIDE]
+        snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=needed)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise LadderError(f"{model} cannot be had from the hub: {' '.join(str(error).split())[:300]}") from None
