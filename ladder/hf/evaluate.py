@@ -25,10 +25,11 @@ from ladder.config.lock import wiring_of
 from ladder.devices import device as find_device
 from ladder.errors import LadderError
 from ladder.hf.families import family
-from ladder.hf.harness import Harness, Progress
+from ladder.hf.harness import Harness
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
 from ladder.hf.rewire import rewire
+from ladder.progress import Progress
 from ladder.wiring import Wiring
 
 CAPTION = "value ± standard error; * of a difference: not paired"

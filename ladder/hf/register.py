@@ -102,8 +102,12 @@ def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], rank
 
 
 def register() -> None:
-    """Teach transformers: the name in config.json, and that a model whose config names a wiring is made wired, by
-    whatever class or way it is made.
+    """Register the model_type of config.json, and have every model whose config names a wiring wired when it is made.
+
+    The second has no public way. transformers registers classes for the Auto classes alone, while a config that names
+    a wiring may reach any class by any way: `LlamaForCausalLM(config)`, a task's head, the paper's `ladder_layers` in a
+    plain Llama config.json. All of them end in `PreTrainedModel.post_init`, and without this the model would silently
+    be a standard one. A model whose config names no wiring is left alone.
     """
     AutoConfig.register(WIRED_MODEL_TYPE, LadderConfig, exist_ok=True)
     own = PreTrainedModel.post_init
