@@ -97,7 +97,7 @@ def test_what_is_written(source: Path, tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"old")
     (source / "README.md").write_text("the source's")
     seen: list[tuple[int, int]] = []
-    convert(str(source), tmp_path / "out", "ladder", progress=lambda done, total: seen.append((done, total)))
+    convert(str(source), tmp_path / "out", "ladder", progress=lambda done, total, _: seen.append((done, total)))
     out = tmp_path / "out"
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {file.name for file in out.iterdir()} == names | {"tokenizer_config.json"}
@@ -246,7 +246,7 @@ def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatc
 
 
 def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
+    def stop(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -60,7 +60,7 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
         def progress(count: int) -> None:
             nonlocal loaded
             loaded += count
-            show(loaded, opened.weight_bytes)
+            show(loaded, opened.weight_bytes, "loading weights")
 
         llm = LLM.load(opened, progress)
     with llm:

@@ -1,4 +1,4 @@
-"""A checkpoint becomes a wired one: its weights copied as they are, its config rewritten, a model card beside them.
+"""Convert a checkpoint to another wiring: weights copied unchanged, config.json rewritten, a new model card.
 
 A wiring changes no tensor, so nothing is loaded: files are copied through a small buffer, whatever their size. All is
 checked before the first byte is written, and the folder appears under its name only when it is complete.
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,8 +25,9 @@ from ladder.config.model import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card
-from ladder.hf.families import family
+from ladder.hf.families import layout_of
 from ladder.hf.wire import refuse_settings
+from ladder.progress import Progress
 from ladder.wiring import Wiring
 
 WEIGHTS = "*.safetensors"
@@ -35,8 +36,6 @@ BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "speci
 BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
 BESIDE += ["USE_POLICY*", "LICENCE*"]
 BUFFER = 16 << 20
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def convert(
@@ -50,7 +49,7 @@ def convert(
     check_new(out)
     source = Path(model)
     if source.is_dir():
-        return _convert(source, source.resolve().name, out, wiring, progress)  # where it lies is nobody's business
+        return _convert(source, source.resolve().name, out, wiring, progress)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise LadderError(f"no such model directory: {model[:200]}; a model of the hub is named as in org/name")
     with new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
@@ -81,12 +80,12 @@ def _convert(
                 file.rename(folder / file.name)
                 done += (folder / file.name).stat().st_size
                 if progress is not None:
-                    progress(done, total)
+                    progress(done, total, "copying")
                 continue
             for count in _copy(file, folder / file.name):
                 done += count
                 if progress is not None:
-                    progress(done, total)
+                    progress(done, total, "copying")
         text = json.dumps(plain if wiring.is_standard else locked(plain), indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         native = plain["model_type"] in NATIVE
@@ -98,9 +97,9 @@ def _convert(
 
 
 def _copy(old: Path, new: Path) -> Iterator[int]:
-    """In pieces, whose sizes it tells; inside the system where that can do it, else through a buffer."""
+    """Copy in pieces and yield their sizes; in the kernel where it can do that, else through a buffer."""
     with old.open("rb", buffering=0) as source, new.open("xb") as target:
-        with suppress(AttributeError, OSError):  # another system, or another kind of disk
+        with suppress(AttributeError, OSError):  # not Linux, or a file system without it
             while count := os.copy_file_range(source.fileno(), target.fileno(), BUFFER):
                 yield count
         while piece := source.read(BUFFER):  # what is left: nothing, or all
@@ -109,10 +108,10 @@ def _copy(old: Path, new: Path) -> Iterator[int]:
 
 
 def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], Wiring]:
-    """A config.json's content with another wiring, plain, and that wiring; refuses what no host could run."""
+    """A config.json's content with another wiring, plain, and that wiring; refuses what cannot be wired."""
     raw = unlocked(raw)
     model_type = str(raw.get("model_type"))
-    family(model_type)
+    layout_of(model_type)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         layers = int(config.num_hidden_layers)
@@ -135,9 +134,9 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
 
 
 def _download(model: str, revision: str | None, folder: Path) -> None:
-    """Only what is needed, straight to where it will stay."""
+    """Only the files that are needed, into `folder`."""
     try:
         needed = ["config.json", INDEX, WEIGHTS, *BESIDE]
         snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=needed)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise LadderError(f"{model} cannot be had from the hub: {' '.join(str(error).split())[:300]}") from None
+        raise LadderError(f"{model} cannot be downloaded from the hub: {' '.join(str(error).split())[:300]}") from None

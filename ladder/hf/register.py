@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, unlocked, wiring_of
-from ladder.hf.families import FAMILIES, family
+from ladder.hf.families import LAYOUTS, layout_of
 from ladder.hf.wire import wire_layers
 from ladder.wiring import Wiring
 
@@ -62,7 +62,7 @@ class LadderConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         model_type = unlocked(config_dict)["model_type"]
-        family(model_type)
+        layout_of(model_type)
         own: Any = CONFIG_MAPPING[model_type]
         return wired_config(own).from_dict(config_dict, **kwargs)
 
@@ -129,7 +129,7 @@ def wire_as_configured(model: Any) -> None:
     named = vars(config)
     if named.get("wiring") is None and named.get("ladder_layers") is None:
         return
-    if config.model_type in FAMILIES and hasattr(model.base_model, FAMILIES[config.model_type].layers):
+    if config.model_type in LAYOUTS and hasattr(model.base_model, LAYOUTS[config.model_type].layers):
         wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
         ranks = ranks_of(named)
         wire_layers(model, wiring, staleness, ranks)

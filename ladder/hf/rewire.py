@@ -11,7 +11,7 @@ from ladder.config.lock import checked_ranks, ranks_of, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
 from ladder.hf.register import set_wiring
-from ladder.hf.wire import inside, set_staleness, staleness_of, wire_layers
+from ladder.hf.wire import set_layers_staleness, staleness_of, unwrapped, wire_layers
 from ladder.wiring import Wiring
 
 IN_MEMORY = ", rewired in memory: save it, and load that"
@@ -30,7 +30,7 @@ def rewire(
     wired anew. `ranks`: what so many tensor-parallel ranks would compute; only a wiring that keeps sums local (desync)
     depends on their number.
     """
-    inner = inside(model)
+    inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
     config = inner.config
@@ -49,7 +49,7 @@ def rewire(
         if getattr(module, "config", None) is config:
             module.config = own
         if isinstance(module, WiredLayer):
-            module.place = replace(module.place, config=own)
+            module.spec = replace(module.spec, config=own)
     set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers), ranks)
     # an adapter that is saved must not find its way to weights that are wired otherwise
     if (wiring, ranks) != (before, ranks_before):
@@ -57,10 +57,10 @@ def rewire(
     return model
 
 
-def restale(model: Any, staleness: float | Sequence[float]) -> None:
+def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
     """Change how stale a wired model's layers are, from 0 (reads everything) to 1 (its wiring); one for all or each."""
-    inner = inside(model)
-    set_staleness(inner, staleness)
+    inner = unwrapped(model)
+    set_layers_staleness(inner, staleness)
     layers, named = inner.config.num_hidden_layers, vars(inner.config)
     set_wiring(inner.config, wiring_of(named, layers), _plain(staleness, layers), ranks_of(named))
 
