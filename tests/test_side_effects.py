@@ -72,8 +72,8 @@ def measured(folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def refused(folder: Path) -> None:
-    with pytest.raises(LadderError, match="similar ones"):
-        measured(folder, tasks=["no_such_task"], tasks_dir=folder)
+    with pytest.raises(LadderError, match="two tasks are called rows"):
+        measured(folder, tasks=[folder / "rows.jsonl"] * 2)
 
 
 def with_tasks(folder: Path) -> None:

@@ -23,9 +23,9 @@ from ladder.progress import Progress
 
 _SEED = 1234  # lm-eval's own, for the choice of shots
 
-# A row's keys -> lm-eval's output_type, text, choices, target, what stands before that, metrics. Where the text is a
-# number, lm-eval takes the choices for contexts, and the target for what continues each. Without choices it puts
-# nothing before the target: the rows get their space here.
+# A line's keys -> lm-eval's output_type, text, choices, target, delimiter before the target, metrics. Where the text is
+# a number, lm-eval takes the choices as contexts, and the target as the continuation of each. Without choices it puts
+# nothing before the target: the lines get their space here.
 _FORMS: dict[tuple[str, ...], tuple[str, str, str | None, str, str, tuple[str, ...]]] = {
     ("query", "choices", "gold"): ("multiple_choice", "query", "choices", "gold", " ", ("acc", "acc_norm")),
     ("contexts", "continuation", "gold"): ("multiple_choice", "gold", "contexts", "continuation", " ", ("acc",)),
@@ -35,7 +35,7 @@ _FIELDS = ("output_type", "doc_to_text", "doc_to_choice", "doc_to_target", "targ
 
 
 class Harness:
-    """Tasks that are ready to be run with one model after the other."""
+    """Loaded tasks, to be run with one model after the other."""
 
     def __init__(self, specs: Sequence[str | Path], tasks_dir: str | Path | None, shots: int | None) -> None:
         given = [task_of_rows(Path(spec)) if str(spec).endswith(".jsonl") else str(spec) for spec in specs]
@@ -194,7 +194,9 @@ def _metrics(task: str, scores: Mapping[str, Any]) -> list[tuple[str, str, str]]
 
 
 def task_of_rows(path: Path) -> dict[str, Any]:
-    """lm-eval's task for a file of rows. They stay in memory: its own loader asks the network and fills a cache."""
+    """lm-eval's task for a file of JSON lines. They stay in memory: lm-eval's own loader asks the network and fills a
+    cache.
+    """
     rows = []
     keys: tuple[str, ...] | None = None
     for number, line in enumerate(read(path).splitlines(), 1):

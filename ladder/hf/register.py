@@ -1,7 +1,7 @@
-"""Wired models among transformers' own: their config, and what AutoModel makes of it.
+"""Wired models in transformers: their config, and the classes that AutoModel makes from it.
 
-In memory a wired config is its family's, with one field more (`wiring`), so that everybody who asks for the model_type
-hears `llama`. In config.json it says `ladder`, and without this package nothing loads it.
+In memory a wired config is its family's with one field more (`wiring`), and its model_type is the family's, such as
+`llama`. In config.json the model_type is `ladder`, and without this package nothing loads it.
 """
 
 import json
@@ -35,7 +35,7 @@ AUTO = (
 
 
 class WiredConfig(PreTrainedConfig):
-    """Stands before a family's config class; what is in memory is plain, what is in config.json is locked."""
+    """A mixin before a family's config class: plain in memory, locked in config.json."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class WiredConfig(PreTrainedConfig):
         return cls.__mro__[cls.__mro__.index(WiredConfig) + 1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.own_class(), vars(self))  # the class itself is made anew wherever it is needed
+        return _restored, (self.own_class(), vars(self))  # the class is made in the process that loads it
 
     def to_json_string(self, use_diff: bool = True) -> str:
         plain = {"vocab_size": self.vocab_size, **json.loads(super().to_json_string(use_diff))}
@@ -55,7 +55,7 @@ class WiredConfig(PreTrainedConfig):
 
 
 class LadderConfig(PreTrainedConfig):
-    """What `AutoConfig` finds under `ladder`: makes the config of the family that the file names."""
+    """What `AutoConfig` finds for the model_type `ladder`: it makes the config of the family that the file names."""
 
     model_type = WIRED_MODEL_TYPE
 
@@ -69,12 +69,12 @@ class LadderConfig(PreTrainedConfig):
 
 @cache
 def wired_config(own: Any) -> Any:
-    """A family's config class made wired, and known to AutoModel and its like."""
+    """A family's config class made wired, and registered with the Auto classes."""
     wired = type(f"Ladder{own.__name__}", (WiredConfig, own), {"__module__": __name__})
     for auto in AUTO:
         if own in auto._model_mapping:
             model: Any = auto._model_mapping[own]
-            # transformers translates the names of old weights only for classes that it takes for its own
+            # transformers renames old weights only for classes in its own modules
             space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
             auto.register(wired, type(model.__name__, (model,), space))
     return wired
