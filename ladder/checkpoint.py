@@ -60,7 +60,7 @@ class Directory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = ModelConfig.from_directory(self.path)
-        self.files = self._files()
+        self.files = weight_files(self.path)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         for file in dict.fromkeys(self.files.values()):
@@ -74,24 +74,9 @@ class Directory:
             # transformers does not tie a head that the files hold; where it equals the embedding, nothing changes
             self.config = replace(self.config, tied=False)
 
-    def _files(self) -> dict[str, Path]:
-        """Tensor name -> file."""
-        single, index = self.path / SINGLE, self.path / INDEX
-        if single.exists():
-            return dict.fromkeys(_names(single), single)
-        if not index.exists():
-            raise LadderError(f"{self.path} has neither {SINGLE} nor {INDEX}: only safetensors weights are read")
-        table = read_json(index).get("weight_map")
-        if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
-            raise LadderError(f"{index} has no 'weight_map' from tensors to files")
-        return {name: self.path / file for name, file in table.items()}
-
     def _read_header(self, file: Path) -> None:
-        present = set(_names(file))
         with safe_open(file, framework="pt") as opened:
             for name in (name for name, at in self.files.items() if at == file):
-                if name not in present:
-                    raise LadderError(f"{file} lacks the tensor {name!r} that {INDEX} places there")
                 entry = opened.get_slice(name)
                 self._shapes[name], self._types[name] = tuple(entry.get_shape()), entry.get_dtype()
 
@@ -172,6 +157,31 @@ def _joined(shards: list[Shard]) -> Tensor:
     for shard in shards:
         whole[shard.index] = shard.target.cpu()
     return whole
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it. transformers' rule: the single file if there is one, else the index's.
+
+    By their headers all files are readable, and have the tensors that the index places there.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists():
+        return dict.fromkeys(_names(single), single)
+    if not index.exists():
+        pickled = any(file.suffix in (".bin", ".pth") for file in folder.glob("*.*"))
+        hint = ": save pickled weights (.bin, .pth) as safetensors first" if pickled else ""
+        raise LadderError(f"{folder} has neither {SINGLE} nor {INDEX}, and only safetensors weights are read{hint}")
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
+        raise LadderError(f"{index} has no 'weight_map' from tensors to files")
+    for file in sorted(set(table.values())):
+        if Path(file).name != file:
+            raise LadderError(f"{index} names {file!r}, which is not the plain name of a file in its folder")
+        present = set(_names(folder / file))
+        for name in (name for name, at in table.items() if at == file):
+            if name not in present:
+                raise LadderError(f"{folder / file} lacks the tensor {name!r} that {INDEX} places there")
+    return {name: folder / file for name, file in table.items()}
 
 
 def _names(file: Path) -> list[str]:

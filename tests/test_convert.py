@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import ladder.hf
 from ladder import LLM, SamplingParams
-from ladder.checkpoint import Directory, load
+from ladder.checkpoint import INDEX, Directory, load
 from ladder.errors import LadderError
 from ladder.hf.card import trained_card
-from ladder.hf.convert import INDEX, convert
+from ladder.hf.convert import convert
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests import oracle
@@ -97,7 +97,7 @@ def test_what_is_written(source: Path, tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"old")
     (source / "README.md").write_text("the source's")
     seen: list[tuple[int, int]] = []
-    convert(str(source), tmp_path / "out", "ladder", progress=lambda done, total: seen.append((done, total)))
+    convert(str(source), tmp_path / "out", "ladder", progress=lambda done, total, _: seen.append((done, total)))
     out = tmp_path / "out"
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {file.name for file in out.iterdir()} == names | {"tokenizer_config.json"}
@@ -123,6 +123,30 @@ def test_shards_are_copied_and_wired_ones_rewired(tmp_path: Path) -> None:
     tokens = torch.tensor([PROMPT])
     back = LlamaForCausalLM.from_pretrained(tmp_path / "back")
     assert torch.equal(back(tokens).logits, make("llama-3")(tokens).logits)
+
+
+def test_where_both_a_single_file_and_an_index_exist(tmp_path: Path) -> None:
+    """transformers, the engine and `convert` read the single file, and an index that is not used is not copied."""
+    source = tmp_path / "source"
+    whole = make("llama-3", source)
+    torch.manual_seed(7)
+    other = type(whole)(whole.config)
+    other.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    for file in (tmp_path / "shards").glob("model*"):
+        file.rename(source / file.name)
+    with torch.inference_mode():
+        expected = whole(torch.tensor([PROMPT])).logits
+        directory = Directory(source)
+        native = load(Decoder(directory.config), directory)(torch.tensor([PROMPT]))
+        theirs = AutoModelForCausalLM.from_pretrained(source)(torch.tensor([PROMPT])).logits
+    assert torch.equal(theirs, expected)
+    assert (native - expected).abs().max() <= 1e-5 * expected.abs().max()
+    convert(str(source), tmp_path / "out", "ladder")
+    assert [file.name for file in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+    (source / "model.safetensors").unlink()
+    (source / INDEX).write_text((source / INDEX).read_text().replace("model-00001", "../source/model-00001"))
+    with pytest.raises(LadderError, match="not the plain name of a file"):
+        Directory(source)
 
 
 @pytest.mark.parametrize("value, wiring", [(2, "standard:2 ladder:2"), ([0, 3], "ladder:1 standard:2 ladder:1")])
@@ -174,23 +198,21 @@ def damaged(source: Path, what: str) -> None:
             weights.unlink()
         case "pickled":
             weights.rename(source / "pytorch_model.bin")
-        case "missing shard":
-            (source / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-        case "wrong index":
-            (source / INDEX).write_text(json.dumps({"weight_map": {"nothing.weight": "model.safetensors"}}))
-        case "outside":
-            (source / INDEX).write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+        case "missing shard" | "wrong index" | "outside":
+            weights.rename(source / "part.safetensors")
+            place = {"missing shard": "other", "wrong index": "part", "outside": "../source/part"}[what]
+            (source / INDEX).write_text(json.dumps({"weight_map": {"a": f"{place}.safetensors"}}))
         case _:
             config.write_text(json.dumps({**json.loads(config.read_text()), **json.loads(what)}))
 
 
 @pytest.mark.parametrize("what, wiring, message", [
-    ("cut", "ladder", "is damaged"),
-    ("gone", "ladder", "no such file"),
-    ("pickled", "ladder", "must be saved as safetensors first"),
+    ("cut", "ladder", "truncated or corrupted"),
+    ("gone", "ladder", "has neither model.safetensors nor"),
+    ("pickled", "ladder", r"save pickled weights .* as safetensors first"),
     ("missing shard", "ladder", "no such file"),
-    ("wrong index", "ladder", "which does not have it"),
-    ("outside", "ladder", "not a file of that folder"),
+    ("wrong index", "ladder", "lacks the tensor 'a'"),
+    ("outside", "ladder", "not the plain name of a file"),
     ('{"model_type": "t5"}', "ladder", "unknown model family 't5': known are llama, .*bloom; a new one needs a row"),
     ('{"num_hidden_layers": "many"}', "ladder", "cannot be read as llama"),
     ('{"quantization_config": {"quant_method": "gptq"}}', "ladder", "quantized"),
@@ -224,7 +246,7 @@ def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatc
 
 
 def test_an_interrupted_one_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    def stop(done: int, total: int) -> None:
+    def stop(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -18,8 +18,8 @@ from ladder.comm.emulated import World
 from ladder.comm.stacked import Stacked
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
-from ladder.hf import restale, rewire
-from ladder.hf.layer import Once, Share
+from ladder.hf import rewire, set_staleness
+from ladder.hf.layer import BiasOnce, RankSlice
 from ladder.model import Decoder
 from tests import oracle
 from tests.hosts import LAYERS, _attention, _mlp, host
@@ -176,7 +176,7 @@ def test_wired_anew() -> None:
     assert torch.equal(model(tokens()).logits, plain(tokens()).logits) and not hasattr(model.config, "wiring_ranks")
     hooks = [hook for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)
              for hook in table.values()]  # fmt: skip
-    assert not any(isinstance(hook, Share | Once) for hook in hooks)
+    assert not any(isinstance(hook, RankSlice | BiasOnce) for hook in hooks)
     assert torch.equal(other(tokens()).logits, expected)
 
 
@@ -234,8 +234,8 @@ def test_staleness_beside_drift() -> None:
     assert min((mixed[0.5] - end).abs().max() for end in (standard, ladder)) > 1e-3
     model = rewire(host("llama"), "desync-3x:2 ladder:2", [1, 1, 0, 0], ranks=2)
     with pytest.raises(LadderError, match=r"layer 0 keeps sums local .* must be 1, not 0.5"):
-        restale(model, 0.5)
-    restale(model, [1, 1, 0.5, 0.5])
+        set_staleness(model, 0.5)
+    set_staleness(model, [1, 1, 0.5, 0.5])
     assert close(model(tokens()).logits, mixed[0.5], 1e-5) and model.config.wiring_ranks == 2
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import ladder.hf
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
-from ladder.hf import restale, rewire
+from ladder.hf import rewire, set_staleness
 from tests.hosts import LAYERS, host, oracle
 from tests.test_hf import close, tokens
 
@@ -86,17 +86,17 @@ def test_staleness_leads_from_standard_to_the_wiring() -> None:
     assert close(model(tokens()).logits, standard, 1e-6)
     between = []
     for staleness in (0.25, 0.5, 0.75):
-        restale(model, staleness)
+        set_staleness(model, staleness)
         between.append(model(tokens()).logits)
         assert not close(between[-1], standard, 1e-3) and not close(between[-1], wired, 1e-3)
-    restale(model, 1.0)
+    set_staleness(model, 1.0)
     assert close(model(tokens()).logits, wired, 1e-5)
-    restale(model, [0.0, 1.0, 1.0, 1.0])  # each layer its own
+    set_staleness(model, [0.0, 1.0, 1.0, 1.0])  # each layer its own
     mixed = model(tokens()).logits
     assert not close(mixed, wired, 1e-3)
     for wrong in (-0.1, 1.5, [0.5], [0.1, 0.2, 0.3, 7.0]):
         with pytest.raises(LadderError, match="staleness"):
-            restale(model, wrong)
+            set_staleness(model, wrong)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon", "falcon-two-norms", "olmo2"])
@@ -104,7 +104,7 @@ def test_staleness_leads_from_standard_to_the_wiring() -> None:
 def test_staleness_begins_with_the_model_as_it_was_born(name: str, wiring: str) -> None:
     model = rewire(host(name), wiring, 0.0)
     assert close(model(tokens()).logits, host(name)(tokens()).logits, 1e-5)
-    restale(model, torch.tensor(1.0))  # type: ignore[arg-type]
+    set_staleness(model, torch.tensor(1.0))  # type: ignore[arg-type]
     assert close(model(tokens()).logits, rewire(host(name), wiring)(tokens()).logits, 1e-5)
 
 
@@ -174,7 +174,7 @@ def test_staleness_is_saved_and_compiled_once(tmp_path: Path) -> None:
     assert torch.equal(loaded(tokens()).logits, expected)
     with pytest.raises(LadderError, match="adaptation is not finished"):  # the engine knows no half ways
         ModelConfig.from_directory(tmp_path)
-    restale(loaded, 1)
+    set_staleness(loaded, 1)
     loaded.save_pretrained(tmp_path)
     assert str(ModelConfig.from_directory(tmp_path).wiring) == "ladder"
     model = rewire(host("llama", use_cache=False), "ladder", 0.5)
@@ -183,7 +183,7 @@ def test_staleness_is_saved_and_compiled_once(tmp_path: Path) -> None:
         compiled(tokens())
     with torch.compiler.set_stance("fail_on_recompile"):
         for staleness in (0.6, 0.9):
-            restale(model, staleness)
+            set_staleness(model, staleness)
             assert close(compiled(tokens()).logits, model(tokens()).logits, 1e-6)
 
 
@@ -194,7 +194,7 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = model(tokens()).logits
     model.save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    restale(half, 0.999999)  # the way of a fraction must not change the precision either
+    set_staleness(half, 0.999999)  # the way of a fraction must not change the precision either
     out = half(tokens(), output_hidden_states=True)
     assert out.logits.dtype == dtype and all(state.dtype == dtype for state in out.hidden_states)
     assert (out.logits.float() - expected).abs().max() < 0.1 * expected.abs().max()
@@ -254,7 +254,7 @@ def test_refused(what: str, message: str) -> None:
             small = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=11)
             rewire(T5ForConditionalGeneration(small), "ladder")
         elif what == "not wired":
-            restale(host("llama"), 0.5)
+            set_staleness(host("llama"), 0.5)
         else:
             rewire(host("llama") if what == "layers" else torch.nn.Linear(1, 1), "ladder:5")
 
@@ -271,4 +271,4 @@ def test_other_heads(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / auto.__name__)
         loaded = auto.from_pretrained(tmp_path / auto.__name__, attn_implementation="eager")
         assert torch.equal(loaded(tokens())[0], model(tokens())[0]) and loaded.config.wiring == "ladder"
-    assert ladder.hf.__all__ == ["restale", "rewire"]
+    assert ladder.hf.__all__ == ["rewire", "set_staleness"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from ladder.errors import LadderError
-from ladder.hf import restale, rewire
+from ladder.hf import rewire, set_staleness
 from ladder.hf.harness import Harness
 from ladder.hf.measures import distance
 from ladder.train.side import SideConfig, SideModel
@@ -328,7 +328,7 @@ def test_only_its_own_parameters() -> None:
     assert model.trainable() == (LAYERS + 2) * hidden * width + LAYERS * (layer + 1) + width
     assert SideConfig().shape(host("llama").config).width == 8  # never less than a head
     assert model.train().training and not model.backbone.training
-    assert restale(model, 0.5) is None and model.config.staleness == 0.5  # as PEFT's models are found
+    assert set_staleness(model, 0.5) is None and model.config.staleness == 0.5  # as PEFT's models are found
 
 
 # --- with others -----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def data(options: DataOptions) -> None:
     """Tokenize texts into a folder of memory-mapped shards, streamed, for training."""
     from ladder.data.texts import tokenize
 
-    with bytes_bar("tokenizing") as bar:
+    with bytes_bar("tokenizing") as progress:
         shards = tokenize(
             options.file,
             options.out,
@@ -36,7 +36,7 @@ def data(options: DataOptions) -> None:
             options.vocab,
             shard_tokens=options.shard_tokens,
             field=options.field,
-            progress=lambda done, total, what: bar(done, total),
+            progress=progress,
         )
     if options.json:
         typer.echo(json.dumps({"out": str(options.out), **asdict(shards.index)}))

@@ -60,7 +60,7 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
         def progress(count: int) -> None:
             nonlocal loaded
             loaded += count
-            show(loaded, setup.weight_bytes)
+            show(loaded, setup.weight_bytes, "loading weights")
 
         llm = LLM.load(setup, progress)
     with llm:

@@ -1,4 +1,4 @@
-"""`ladder convert` and `ladder eval`: what becomes of a model."""
+"""`ladder convert` and `ladder eval`."""
 
 import json
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What becomes of which checkpoint."""
+    """A checkpoint, and the wiring to convert it to."""
 
     model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name.")
     out: Path = argument("Folder for the wired checkpoint; a new one.")
@@ -40,7 +40,7 @@ def convert(options: ConvertOptions) -> None:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What is compared, and by what."""
+    """Models to compare, and measures to compare them by."""
 
     model: tuple[str, ...] = argument(
         "Directories or models of the hub, or side networks; the first is what the others are compared with."
@@ -70,7 +70,7 @@ def evaluate(options: EvalOptions) -> None:
     from ladder.hf.evaluate import evaluate, table
 
     arms = [_arm(model, wiring, options.backbone) for model in options.model for wiring in options.wiring or (None,)]
-    if options.backbone is not None and all(arm.beside is None for arm in arms):
+    if options.backbone is not None and all(arm.wrap is None for arm in arms):
         raise LadderError(f"--backbone is for side networks, and {' '.join(options.model)} has none")
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     for name in ("model", "wiring", "backbone", "json"):
@@ -91,7 +91,7 @@ def evaluate(options: EvalOptions) -> None:
 
 
 def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":
-    """A model, or a side network and what it stands beside."""
+    """A model, or a side network with its backbone."""
     from ladder.hf.evaluate import Arm
     from ladder.train.side import SideModel, backbone_of
 

@@ -107,11 +107,11 @@ def about(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 @contextmanager
-def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def bytes_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
     """A bar of bytes that are done, where there is a terminal to draw it on."""
-    with _bar(TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with _bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 @contextmanager

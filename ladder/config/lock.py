@@ -14,6 +14,11 @@ WIRED_MODEL_TYPE = "ladder"
 WIRED_ARCHITECTURE = "LadderForCausalLM"
 _LOCKED, _KEPT = "vocab_size", "ladder_vocab_size"
 _CLASSES, _KEPT_CLASSES = "architectures", "base_architectures"
+# model_type -> settings of config.json, with their defaults, any of which makes the layers parallel
+_PARALLEL = {
+    "gpt_neox": {"use_parallel_residual": True},
+    "falcon": {"new_decoder_architecture": False, "parallel_attn": True},
+}
 
 
 def locked(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +43,14 @@ def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("wiring") is None and raw.get("ladder_layers") is None:
         raise LadderError(f"model_type {WIRED_MODEL_TYPE!r} needs the key 'wiring'")
     return raw
+
+
+def born_parallel(raw: Mapping[str, Any]) -> bool:
+    """Whether a plain config.json is of a model whose layers were parallel before any wiring: what the wiring
+    `standard` means for it.
+    """
+    settings = _PARALLEL.get(str(raw.get("model_type")), {})
+    return any(raw.get(name, default) for name, default in settings.items())
 
 
 def ranks_of(raw: Mapping[str, Any]) -> int:

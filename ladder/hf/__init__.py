@@ -1,8 +1,8 @@
-"""The transformers host. Importing it teaches transformers' Auto classes to load wired checkpoints."""
+"""The transformers host. Importing it lets transformers' Auto classes load wired checkpoints."""
 
 from ladder.hf.register import register
-from ladder.hf.rewire import restale, rewire
+from ladder.hf.rewire import rewire, set_staleness
 
-__all__ = ["restale", "rewire"]
+__all__ = ["rewire", "set_staleness"]
 
 register()

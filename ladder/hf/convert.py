@@ -1,4 +1,4 @@
-"""A checkpoint becomes a wired one: its weights copied as they are, its config rewritten, a model card beside them.
+"""Convert a checkpoint to another wiring: weights copied unchanged, config.json rewritten, a new model card.
 
 A wiring changes no tensor, so nothing is loaded: files are copied through a small buffer, whatever their size. All is
 checked before the first byte is written, and the folder appears under its name only when it is complete.
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,28 +16,26 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 
+from ladder.checkpoint import INDEX, SINGLE, weight_files
 from ladder.config.families import FAMILIES as NATIVE
-from ladder.config.fields import read_config, read_json
+from ladder.config.fields import read_config
 from ladder.config.lock import locked, unlocked, wiring_of
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card
-from ladder.hf.families import family
+from ladder.hf.families import layout_of
 from ladder.hf.wire import refuse_settings
+from ladder.progress import Progress
 from ladder.wiring import Wiring
 
 WEIGHTS = "*.safetensors"
-INDEX = "model.safetensors.index.json"
 # what belongs to a checkpoint besides its weights; not its code, its other formats, its card
-BESIDE = [INDEX, "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
+BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
 BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
 BESIDE += ["USE_POLICY*", "LICENCE*"]
 BUFFER = 16 << 20
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def convert(
@@ -51,7 +49,7 @@ def convert(
     check_new(out)
     source = Path(model)
     if source.is_dir():
-        return _convert(source, source.resolve().name, out, wiring, progress)  # where it lies is nobody's business
+        return _convert(source, source.resolve().name, out, wiring, progress)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise LadderError(f"no such model directory: {model[:200]}; a model of the hub is named as in org/name")
     with new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
@@ -64,7 +62,9 @@ def _convert(
 ) -> Wiring:
     raw = read_config(source)
     plain, wiring = rewired(raw, pattern)
-    files = [source / file for file in weight_files(source)]
+    files = sorted(set(weight_files(source).values()))
+    if source / SINGLE not in files:
+        files.append(source / INDEX)
     beside = [
         file
         for file in sorted(source.iterdir())
@@ -80,12 +80,12 @@ def _convert(
                 file.rename(folder / file.name)
                 done += (folder / file.name).stat().st_size
                 if progress is not None:
-                    progress(done, total)
+                    progress(done, total, "copying")
                 continue
             for count in _copy(file, folder / file.name):
                 done += count
                 if progress is not None:
-                    progress(done, total)
+                    progress(done, total, "copying")
         text = json.dumps(plain if wiring.is_standard else locked(plain), indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         native = plain["model_type"] in NATIVE
@@ -97,9 +97,9 @@ def _convert(
 
 
 def _copy(old: Path, new: Path) -> Iterator[int]:
-    """In pieces, whose sizes it tells; inside the system where that can do it, else through a buffer."""
+    """Copy in pieces and yield their sizes; in the kernel where it can do that, else through a buffer."""
     with old.open("rb", buffering=0) as source, new.open("xb") as target:
-        with suppress(AttributeError, OSError):  # another system, or another kind of disk
+        with suppress(AttributeError, OSError):  # not Linux, or a file system without it
             while count := os.copy_file_range(source.fileno(), target.fileno(), BUFFER):
                 yield count
         while piece := source.read(BUFFER):  # what is left: nothing, or all
@@ -108,10 +108,10 @@ def _copy(old: Path, new: Path) -> Iterator[int]:
 
 
 def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], Wiring]:
-    """A config.json's content with another wiring, plain, and that wiring; refuses what no host could run."""
+    """A config.json's content with another wiring, plain, and that wiring; refuses what cannot be wired."""
     raw = unlocked(raw)
     model_type = str(raw.get("model_type"))
-    family(model_type)
+    layout_of(model_type)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         layers = int(config.num_hidden_layers)
@@ -133,37 +133,10 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring
 
 
-def weight_files(source: Path) -> list[str]:
-    """The files that hold the weights, complete and readable as far as their headers tell."""
-    if (source / INDEX).exists():
-        places = read_json(source / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise LadderError(f"{source / INDEX} has no weight_map")
-        names = sorted(set(map(str, places.values())))
-    else:
-        names, places = ["model.safetensors"], {}
-    found: dict[str, str] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise LadderError(f"{source / INDEX} names {name!r}, which is not a file of that folder")
-        if not (source / name).is_file():
-            other = any(source.glob("*.bin")) or any(source.glob("*.pth"))
-            hint = ": weights that are pickled (.bin) must be saved as safetensors first" if other else ""
-            raise LadderError(f"no such file: {source / name}{hint}")
-        try:
-            with safe_open(source / name, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), name)
-        except (SafetensorError, OSError) as error:
-            raise LadderError(f"{source / name} is damaged: {error}") from None
-    for tensor, name in places.items():
-        if found.get(tensor) != name:
-            raise LadderError(f"{source / INDEX} says that {tensor!r} is in {name}, which does not have it")
-    return names
-
-
 def _download(model: str, revision: str | None, folder: Path) -> None:
-    """Only what is needed, straight to where it will stay."""
+    """Only the files that are needed, into `folder`."""
     try:
-        snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=["config.json", WEIGHTS, *BESIDE])
+        needed = ["config.json", INDEX, WEIGHTS, *BESIDE]
+        snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=needed)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise LadderError(f"{model} cannot be had from the hub: {' '.join(str(error).split())[:300]}") from None
+        raise LadderError(f"{model} cannot be downloaded from the hub: {' '.join(str(error).split())[:300]}") from None

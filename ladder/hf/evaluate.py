@@ -24,11 +24,12 @@ from ladder.config import DTYPES
 from ladder.config.lock import wiring_of
 from ladder.devices import device as find_device
 from ladder.errors import LadderError
-from ladder.hf.families import family
-from ladder.hf.harness import Harness, Progress
+from ladder.hf.families import layout_of
+from ladder.hf.harness import Harness
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
 from ladder.hf.rewire import rewire
+from ladder.progress import Progress
 from ladder.wiring import Wiring
 
 CAPTION = "value ± standard error; * of a difference: not paired"
@@ -38,21 +39,21 @@ CAPTION = "value ± standard error; * of a difference: not paired"
 class Arm:
     """One of what is compared: a directory or a hub id, and how to wire it; None: as the checkpoint says.
 
-    `beside` makes of the model, loaded and wired, what is measured; that is told as `name`.
+    `wrap` makes of the model, loaded and wired, what is measured (a side network beside it), shown as `name`.
     """
 
     model: str
     wiring: str | None = None
     name: str | None = None
-    beside: Callable[[Any], Any] | None = None
+    wrap: Callable[[Any], Any] | None = None
 
     @property
-    def told(self) -> str:
+    def shown_name(self) -> str:
         return self.name or self.model
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _Prepared:
     """An arm that has been checked, not yet loaded."""
 
     arm: Arm
@@ -65,7 +66,7 @@ class _Ready:
 
     @property
     def label(self) -> str:
-        return f"{Path(self.arm.told).name} {self.wiring}"
+        return f"{Path(self.arm.shown_name).name} {self.wiring}"
 
 
 def evaluate(
@@ -87,9 +88,9 @@ def evaluate(
 
     `text`: a file to measure perplexity on, and with `source` (a model as it stands) KL(source || model) and greedy
     agreement, all in the same windows. `limit`: items per task. `shots`: None for what each task says. Items longer
-    than a model's context lose their beginning, as lm-eval has it. `progress` is told (done, total, of what), counted
-    anew for each arm's text and tasks. All input is checked before a model is loaded, and what stands beside a model
-    with it before anything is measured; one arm is in memory at a time.
+    than a model's context lose their beginning, as lm-eval has it. `progress` counts each arm's
+    text and each of its tasks from zero. All input is checked before a model is loaded, and side networks with their
+    models before anything is measured; one arm is in memory at a time.
     """
     if not arms or (not tasks and text is None):
         raise LadderError("nothing to measure: name at least one model, and a task or a text file")
@@ -101,30 +102,30 @@ def evaluate(
     if dtype not in ("auto", *DTYPES):
         raise LadderError(f"unknown dtype {dtype!r}: known are auto, {', '.join(DTYPES)}")
     find_device(device)
-    tell = progress or (lambda done, total, what: None)
+    progress = progress or (lambda done, total, what: None)
     with quiet():
         words = None if text is None else read(Path(text))
         ready = [_prepare(arm, words, window) for arm in arms]
         origin = None if source is None else _prepare(Arm(source), words, window)
-        if len({(each.arm.told, each.wiring) for each in ready}) < len(ready):
+        if len({(each.arm.shown_name, each.wiring) for each in ready}) < len(ready):
             raise LadderError("a model is named twice with the same wiring")
         for each in ready:
             if origin is not None and (each.vocabulary, each.tokens) != (origin.vocabulary, origin.tokens):
-                raise LadderError(f"{each.arm.told} and the source {source} must have the same vocabulary")
+                raise LadderError(f"{each.arm.shown_name} and the source {source} must have the same vocabulary")
         harness = Harness(tasks, tasks_dir, shots) if tasks else None
         for each in ready:
-            if each.arm.beside is not None:
+            if each.arm.wrap is not None:
                 _load(each, "cpu", dtype)
         teacher = None if origin is None else _load(origin, device, dtype)
         how = {"batch": batch, "window": min(each.window for each in (*ready, *([origin] if origin else [])))}
         found = []
         for each in ready:
             model = _load(each, device, dtype)
-            estimates = _on_text(each, model, teacher, how, tell) if each.tokens else {}
+            estimates = _on_text(each, model, teacher, how, progress) if each.tokens else {}
             if each.tokens != ready[0].tokens:  # other windows: nothing to pair
                 estimates = {name: replace(estimate, units=None) for name, estimate in estimates.items()}
             if harness is not None:
-                estimates |= harness.run(each.label, each.tokenizer, model, batch, limit, tell)
+                estimates |= harness.run(each.label, each.tokenizer, model, batch, limit, progress)
             found.append(estimates)
             del model
             gc.collect()
@@ -133,10 +134,10 @@ def evaluate(
 
 
 def table(rows: Sequence[Mapping[str, Any]], console: Console) -> Table:
-    """Measures downwards, arms side by side; where the console is too narrow for that, an arm a line."""
+    """A line for each measure, a column for each arm; where the console is too narrow, a line for each arm."""
     wide = _side_by_side(rows)
-    wished = console.measure(wide, options=console.options.update(max_width=10_000)).maximum
-    return wide if wished <= console.width else _one_below_the_other(rows)
+    width = console.measure(wide, options=console.options.update(max_width=10_000)).maximum
+    return wide if width <= console.width else _one_below_the_other(rows)
 
 
 def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -177,9 +178,9 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     return [shown(row.get("value"), row.get("stderr")), difference]
 
 
-def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimate]) -> Iterator[dict[str, Any]]:
+def _rows(each: _Prepared, estimates: dict[str, Estimate], first: dict[str, Estimate]) -> Iterator[dict[str, Any]]:
     for measure, estimate in estimates.items():
-        row: dict[str, Any] = {"model": each.arm.told, "wiring": each.wiring, "measure": measure}
+        row: dict[str, Any] = {"model": each.arm.shown_name, "wiring": each.wiring, "measure": measure}
         row |= {"value": estimate.value, "stderr": estimate.stderr, "n": estimate.n}
         difference: tuple[float | None, float | None, bool | None] = (None, None, None)
         if estimates is not first:
@@ -187,13 +188,13 @@ def _rows(each: _Ready, estimates: dict[str, Estimate], first: dict[str, Estimat
         yield row | dict(zip(("difference", "difference_stderr", "paired"), difference, strict=True))
 
 
-def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
+def _prepare(arm: Arm, words: str | None, window: int | None) -> _Prepared:
     config = pretrained(AutoConfig, arm.model)
     inner = config.get_text_config()
     own = wiring_of(vars(inner), inner.num_hidden_layers)
     wiring = own if arm.wiring is None else Wiring.parse(arm.wiring, inner.num_hidden_layers)
     if arm.wiring is not None or not wiring.is_standard:
-        family(config.model_type)
+        layout_of(config.model_type)
     tokenizer = pretrained(AutoTokenizer, arm.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= inner.vocab_size:
@@ -205,17 +206,17 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Ready:
     label = str(wiring)
     if arm.wiring is None and (staleness := getattr(config, "staleness", 1.0)) != 1.0:
         label += f", staleness {staleness}"
-    return _Ready(arm, label, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
+    return _Prepared(arm, label, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
 
 
-def _load(each: _Ready, device: str, dtype: str) -> Any:
+def _load(each: _Prepared, device: str, dtype: str) -> Any:
     model = pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
     model = model if each.arm.wiring is None else rewire(model, each.arm.wiring)
-    return model if each.arm.beside is None else each.arm.beside(model)
+    return model if each.arm.wrap is None else each.arm.wrap(model)
 
 
-def _on_text(each: _Ready, model: Any, teacher: Any, how: dict[str, Any], tell: Progress) -> dict[str, Estimate]:
-    how = {**how, "begin": each.begin, "progress": lambda done, total: tell(done, total, f"{each.label}: text")}
+def _on_text(each: _Prepared, model: Any, teacher: Any, how: dict[str, Any], progress: Progress) -> dict[str, Estimate]:
+    how = {**how, "begin": each.begin, "progress": lambda done, total, _: progress(done, total, f"{each.label}: text")}
     if teacher is None:
         return {"perplexity": perplexity(model, each.tokens, **how)}
     found = distance(model, teacher, each.tokens, **how)

@@ -1,12 +1,15 @@
-"""EleutherAI's lm-eval: tasks by name, from YAML files and from files of rows; the one place that knows it."""
+"""EleutherAI's lm-eval: tasks by name, from YAML files and from JSON lines; the one place that imports it."""
 
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
+from io import StringIO
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,15 @@ from typing import Any
 import torch
 
 from ladder.errors import LadderError
-from ladder.hf.load import reason
+from ladder.hf.load import quiet, reason
 from ladder.hf.measures import Estimate, read
+from ladder.progress import Progress
 
-Progress = Callable[[int, int, str], None]  # done, total, of what: each model's measure counts for itself
 _SEED = 1234  # lm-eval's own, for the choice of shots
 
-# A row's keys -> lm-eval's output_type, text, choices, target, what stands before that, metrics. Where the text is a
-# number, lm-eval takes the choices for contexts, and the target for what continues each. Without choices it puts
-# nothing before the target: the rows get their space here.
+# A line's keys -> lm-eval's output_type, text, choices, target, delimiter before the target, metrics. Where the text is
+# a number, lm-eval takes the choices as contexts, and the target as the continuation of each. Without choices it puts
+# nothing before the target: the lines get their space here.
 _FORMS: dict[tuple[str, ...], tuple[str, str, str | None, str, str, tuple[str, ...]]] = {
     ("query", "choices", "gold"): ("multiple_choice", "query", "choices", "gold", " ", ("acc", "acc_norm")),
     ("contexts", "continuation", "gold"): ("multiple_choice", "gold", "contexts", "continuation", " ", ("acc",)),
@@ -32,7 +35,7 @@ _FIELDS = ("output_type", "doc_to_text", "doc_to_choice", "doc_to_target", "targ
 
 
 class Harness:
-    """Tasks that are ready to be run with one model after the other."""
+    """Loaded tasks, to be run with one model after the other."""
 
     def __init__(self, specs: Sequence[str | Path], tasks_dir: str | Path | None, shots: int | None) -> None:
         given = [task_of_rows(Path(spec)) if str(spec).endswith(".jsonl") else str(spec) for spec in specs]
@@ -40,15 +43,13 @@ class Harness:
             self._evaluate = importlib.import_module("lm_eval.evaluator").evaluate
             self._manager = importlib.import_module("lm_eval.tasks").TaskManager
             metrics = importlib.import_module("lm_eval.api.metrics")
-            self._wrap = importlib.import_module("lm_eval.models.huggingface").HFLM
-            counting = importlib.import_module("datasets").config
+            self._wrap = _without_bars(importlib.import_module("lm_eval.models.huggingface").HFLM)
+            self._datasets = importlib.import_module("datasets")
         except ImportError as error:
             raise LadderError(f"tasks need lm-eval ({error}): pip install 'ladder-residual[eval]'") from None
         self._mean, self._perplexity = metrics.mean, metrics.perplexity
         self.tasks, self.groups = dict[str, Any](), dict[str, Any]()
-        with ExitStack() as stack:
-            stack.callback(setattr, counting, "HF_UPDATE_DOWNLOAD_COUNTS", counting.HF_UPDATE_DOWNLOAD_COUNTS)
-            counting.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request even for a local file
+        with self._quiet():
             manager = self._index([spec for spec in given if isinstance(spec, str)], tasks_dir)
             for spec in given:
                 self._add(manager, spec)
@@ -57,9 +58,24 @@ class Harness:
             if own != 0:  # lm-eval's rule: a task that says 0 means it
                 task.set_config(key="num_fewshot", value=(own or 0) if shots is None else shots)
             task.set_fewshot_seed(seed=_SEED)
+            task.build_all_requests = _without_stderr(task.build_all_requests)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """No progress bars and messages of lm-eval and datasets, no request that counts downloads; then as before."""
+        settings = self._datasets.config
+        with quiet("lm_eval", "datasets"), ExitStack() as stack:
+            stack.callback(setattr, settings, "HF_UPDATE_DOWNLOAD_COUNTS", settings.HF_UPDATE_DOWNLOAD_COUNTS)
+            settings.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would ask the network even for a local file
+            if not self._datasets.are_progress_bars_disabled():
+                stack.callback(self._datasets.enable_progress_bars)
+                self._datasets.disable_progress_bars()
+            yield
 
     def _index(self, names: list[str], tasks_dir: str | Path | None) -> Any:
-        """Who knows the names. lm-eval's own index is thousands of files: it is read only if a name is not ours."""
+        """The index of task names. lm-eval's own is thousands of files: it is read only for names that are not in
+        `tasks_dir`.
+        """
         if tasks_dir is not None and not Path(tasks_dir).is_dir():
             raise LadderError(f"no such directory of tasks: {tasks_dir}")
         files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
@@ -91,7 +107,7 @@ class Harness:
         self.groups |= loaded.get("groups", {})
 
     def run(
-        self, label: str, tokenizer: Any, model: Any, batch: int, limit: int | None, tell: Progress
+        self, label: str, tokenizer: Any, model: Any, batch: int, limit: int | None, progress: Progress
     ) -> dict[str, Estimate]:
         """Every task with one model."""
         options = dict[str, Any]()
@@ -100,12 +116,15 @@ class Harness:
             tokenizer.pad_token = tokenizer.pad_token or tokenizer.convert_ids_to_tokens(0)
         precise = torch.promote_types(model.dtype, torch.float32)
         options |= {"backend": "causal", "tokenizer": tokenizer, "batch_size": batch, "softmax_dtype": precise}
-        wrapped = self._wrap(pretrained=model, **options)
+        with self._quiet():
+            return self._run(label, self._wrap(pretrained=model, **options), limit, progress)
+
+    def _run(self, label: str, model: Any, limit: int | None, progress: Progress) -> dict[str, Estimate]:
         found: dict[str, Estimate] = {}
         summary: dict[str, dict[str, Any]] = {}  # what a group is computed from
         for name, task in self.tasks.items():
-            wrapped.set_cache_hook(_Told(task, tell, f"{label}: {name}"))
-            result = self._evaluate(lm=wrapped, task_dict={"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
+            model.set_cache_hook(_ProgressHook(task, progress, f"{label}: {name}"))
+            result = self._evaluate(lm=model, task_dict={"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
             summary[name] = dict(result["results"][name], sample_len=result["n-samples"][name]["effective"])
             for metric, chosen, measure in _metrics(name, result["results"][name]):
                 items = [row[metric] for row in result["samples"][name] if row["filter"] == chosen and metric in row]
@@ -121,23 +140,50 @@ class Harness:
 
     def _estimate(self, items: list[Any], aggregate: Any) -> Estimate:
         if aggregate not in (self._mean, self._perplexity):
-            return Estimate.jackknife(items, aggregate)
+            with warnings.catch_warnings():  # sklearn's, about parts of the items that lack a label
+                warnings.filterwarnings("ignore", "A single label was found|.* is ill-defined", UserWarning)
+                return Estimate.jackknife(items, aggregate)
         mean = Estimate.mean(items)
         return mean if aggregate is self._mean else mean.through(lambda at: exp(-at), -exp(-mean.value))
 
 
+def _without_bars(model: Any) -> Any:
+    """lm-eval's model class with its progress bars off: `evaluate` has no option for that, the methods have."""
+
+    def silent(method: Any) -> Any:
+        @wraps(method)
+        def call(self: Any, requests: Any, **options: Any) -> Any:
+            return method(self, requests, **{**options, "disable_tqdm": True})
+
+        return call
+
+    names = ("loglikelihood", "loglikelihood_rolling", "generate_until", "_loglikelihood_tokens")
+    return type(model.__name__, (model,), {name: silent(getattr(model, name)) for name in names})
+
+
+def _without_stderr(build: Any) -> Any:
+    """A task's method that builds its requests, whose progress bar has no switch."""
+
+    @wraps(build)
+    def call(**options: Any) -> None:
+        with redirect_stderr(StringIO()):
+            build(**options)
+
+    return call
+
+
 @dataclass
-class _Told:
-    """Stands where lm-eval keeps its cache: it hears of every answer."""
+class _ProgressHook:
+    """In the place of lm-eval's cache, which is called with every answer: it reports the progress."""
 
     task: Any
-    tell: Progress
+    progress: Progress
     what: str
     done: int = 0
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
         self.done += 1
-        self.tell(self.done, max(self.done, len(self.task.instances)), self.what)
+        self.progress(self.done, max(self.done, len(self.task.instances)), self.what)
 
 
 def _metrics(task: str, scores: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -148,7 +194,9 @@ def _metrics(task: str, scores: Mapping[str, Any]) -> list[tuple[str, str, str]]
 
 
 def task_of_rows(path: Path) -> dict[str, Any]:
-    """lm-eval's task for a file of rows. They stay in memory: its own loader asks the network and fills a cache."""
+    """lm-eval's task for a file of JSON lines. They stay in memory: lm-eval's own loader asks the network and fills a
+    cache.
+    """
     rows = []
     keys: tuple[str, ...] | None = None
     for number, line in enumerate(read(path).splitlines(), 1):

@@ -1,11 +1,12 @@
 """A layer of transformers, its own children and parameters, driven around a ResidualStream.
 
-transformers' loop hands what one layer returns to the next one. A wired layer returns the stream together with the sums
-that no reader has waited for (`Carried`); the last layer returns the stream alone, as the final norm expects.
+transformers' loop hands what one layer returns to the next one. A wired layer returns the stream together with the
+all-reduces that no sub-block has waited for (`StreamState`); the last layer returns the stream alone, as the final norm
+expects.
 
-Emulated ranks (`Place.ranks` > 1) have a dimension of their own before the batch, [ranks or 1, batch, tokens, hidden];
-a sub-block sees them as more lines of the batch. What is a rank's share is decided before the output projection
-(`Share`): there the inputs that other ranks have are zero.
+Emulated ranks (`LayerSpec.ranks` > 1) have a dimension of their own before the batch, [ranks or 1, batch, tokens,
+hidden]; a sub-block sees them as more sequences of the batch. A rank's slice is taken before the output projection
+(`RankSlice`): there the inputs of the other ranks are zero.
 """
 
 import inspect
@@ -21,38 +22,38 @@ from torch.nn import functional as F
 from ladder.comm.base import Solo
 from ladder.comm.stacked import Stacked
 from ladder.errors import LadderError
-from ladder.hf.families import Branch, Family
+from ladder.hf.families import Branch, LayerLayout, is_parallel
 from ladder.residual import ResidualStream
 from ladder.wiring import SubBlock
 
 
-class Carried(NamedTuple):
+class StreamState(NamedTuple):
     """What goes from layer to layer."""
 
     stream: Tensor  # everything: what users see as hidden state
-    agreed: Tensor  # the stream without the sums
-    sums: tuple[Tensor, ...]  # oldest first
-    drifts: tuple[Tensor | None, ...] = ()  # what each sum carries, then the ranks' own; one rank alone: empty
+    agreed: Tensor  # the stream without the all-reduces in flight
+    sums: tuple[Tensor, ...]  # those all-reduces' results, oldest first
+    drifts: tuple[Tensor | None, ...] = ()  # the drift in each of them, then the ranks' own; for one rank: empty
 
 
 @dataclass(frozen=True)
-class Share:
-    """A hook before an output projection: each rank's lines keep its part of the inputs, the rest is zero."""
+class RankSlice:
+    """A hook before an output projection: each rank's sequences keep its part of the inputs, the rest is zero."""
 
     ranks: int
-    alike: bool  # all ranks have read the same, so that what comes here is one batch, to be divided
+    alike: bool  # all ranks have read the same: the input is one batch, to be divided
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """[batch or ranks * batch, tokens, inputs] -> [ranks * batch, tokens, inputs]."""
         x, *rest = arguments
-        lines = x.unsqueeze(0) if self.alike else x.unflatten(0, (self.ranks, -1))
+        by_rank = x.unsqueeze(0) if self.alike else x.unflatten(0, (self.ranks, -1))
         rank = torch.arange(self.ranks, device=x.device)
         mine = rank.repeat_interleave(x.shape[-1] // self.ranks) == rank.view(-1, 1, 1, 1)
-        return lines.where(mine, 0).flatten(0, 1), *rest
+        return by_rank.where(mine, 0).flatten(0, 1), *rest
 
 
 @dataclass(frozen=True)
-class Once:
+class BiasOnce:
     """A hook after an output projection: its bias belongs to the first rank."""
 
     ranks: int
@@ -65,117 +66,118 @@ class Once:
         return torch.cat((y[:first], y[first:] - bias))  # type: ignore[operator]
 
 
-Shares = tuple[Share | None, Share | None]  # of the attention and of the MLP; None: the ranks compute the same
+RankSlices = tuple[RankSlice | None, RankSlice | None]  # of attention and MLP; None: the ranks compute the same
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a layer must know besides its children."""
+class LayerSpec:
+    """How a layer is wired, and how its class is called."""
 
-    family: Family
+    layout: LayerLayout
     wiring: tuple[SubBlock, SubBlock]
     index: int
     config: Any  # transformers'
     names: tuple[str, ...]  # of the layer's arguments after the stream
     accepted: frozenset[str] | None  # the arguments of the attention; None: any
-    parallel: bool  # by birth
+    born_parallel: bool
     ranks: int = 1
-    shares: Shares = (None, None)
+    slices: RankSlices = (None, None)
 
     @classmethod
     def of(
         cls,
         layer: nn.Module,
-        family: Family,
+        layout: LayerLayout,
         wiring: tuple[SubBlock, SubBlock],
         index: int,
         config: Any,
         ranks: int = 1,
-        shares: Shares = (None, None),
-    ) -> "Place":
+        slices: RankSlices = (None, None),
+    ) -> "LayerSpec":
         own = next(base for base in type(layer).__mro__ if not issubclass(base, WiredLayer) and "forward" in vars(base))
         names = tuple(inspect.signature(own.forward).parameters)[2:]  # type: ignore[attr-defined]
-        attention = inspect.signature(type(layer.get_submodule(family.attention.block)).forward).parameters.values()
+        attention = inspect.signature(type(layer.get_submodule(layout.attention.block)).forward).parameters.values()
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in attention)
         accepted = None if takes_any else frozenset(parameter.name for parameter in attention)
-        return cls(family, wiring, index, config, names, accepted, family.parallel(config), ranks, shares)
+        return cls(layout, wiring, index, config, names, accepted, is_parallel(config), ranks, slices)
 
 
 class WiredLayer(nn.Module):
-    """Stands before a layer's class in its order of bases."""
+    """A mixin that comes before a layer's own class."""
 
-    place: Place
-    staleness: Tensor | None  # how much of the sums that the wiring leaves out is left out; None: all
+    spec: LayerSpec
+    staleness: Tensor | None  # how much is left out of the all-reduces that the wiring leaves out; None: all
 
-    def __call__(self, hidden: Tensor | Carried, *arguments: Any, **named: Any) -> Any:
-        named.update(zip(self.place.names, arguments, strict=False))
-        carried = hidden if isinstance(hidden, Carried) else self._first(hidden)
+    def __call__(self, hidden: Tensor | StreamState, *arguments: Any, **named: Any) -> Any:
+        named.update(zip(self.spec.names, arguments, strict=False))
+        state = hidden if isinstance(hidden, StreamState) else self._first(hidden)
         # tensors that gradients flow through are arguments of their own: checkpointing sees only those
-        output = super().__call__(carried.agreed, *carried.sums, *carried.drifts, **named)
+        output = super().__call__(state.agreed, *state.sums, *state.drifts, **named)
         stream, agreed, *terms = output[:-1]
-        last = self.place.index + 1 == self.place.config.num_hidden_layers
-        found = stream if last else Carried(stream, agreed, *self._parted(terms))
-        return (found, output[-1]) if self.place.family.answers else found
+        last = self.spec.index + 1 == self.spec.config.num_hidden_layers
+        found = stream if last else StreamState(stream, agreed, *self._split_terms(terms))
+        return (found, output[-1]) if self.spec.layout.returns_weights else found
 
     def forward(self, agreed: Tensor, *terms: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
-        """The whole stream, then what `Carried` has of it, then the attention weights where the family answers them."""
-        family, (attention, mlp) = self.place.family, self.place.wiring
+        """The whole stream, the parts that `StreamState` has of it, and the attention weights or None."""
+        layout, (attention, mlp) = self.spec.layout, self.spec.wiring
         stream = self._stream(agreed, terms)
-        x = self._before(family.attention, self._lines(stream.read(attention.lag, self.staleness)))
-        if self.place.accepted is not None:
-            named = {name: value for name, value in named.items() if name in self.place.accepted}
-        y, weights, *_ = self._block(family.attention, x, self._for_lines(x, agreed, named))
-        y = self._by_rank(self._after(family.attention, y), agreed)
+        x = self._before(layout.attention, self._fold_ranks(stream.read(attention.lag, self.staleness)))
+        if self.spec.accepted is not None:
+            named = {name: value for name, value in named.items() if name in self.spec.accepted}
+        y, weights, *_ = self._block(layout.attention, x, self._for_all_ranks(x, agreed, named))
+        y = self._unfold_ranks(self._after(layout.attention, y), agreed)
         stream.write(y, attention.out)
         x = stream.read(mlp.lag, self.staleness)
-        if self.staleness is not None and mlp.lag and self.place.parallel:
-            x = x - (1 - self.staleness) * y  # which an MLP that was born beside its attention never saw
-        x = self._before(family.mlp, self._lines(x))
-        stream.write(self._by_rank(self._after(family.mlp, self._block(family.mlp, x, {})), agreed), mlp.out)
+        if self.staleness is not None and mlp.lag and self.spec.born_parallel:
+            x = x - (1 - self.staleness) * y  # which the MLP of a born-parallel layer does not read
+        x = self._before(layout.mlp, self._fold_ranks(x))
+        y = self._after(layout.mlp, self._block(layout.mlp, x, {}))
+        stream.write(self._unfold_ranks(y, agreed), mlp.out)
         agreed, sums, drifts = stream.rest()
         whole = stream.read(lag=0)
-        if self.place.ranks == 1:
-            return whole, agreed, *sums, weights if family.answers else None
-        return whole.mean(0), agreed.squeeze(0), *sums, *drifts, weights if family.answers else None
+        if self.spec.ranks == 1:
+            return whole, agreed, *sums, weights if layout.returns_weights else None
+        return whole.mean(0), agreed.squeeze(0), *sums, *drifts, weights if layout.returns_weights else None
 
-    def _first(self, hidden: Tensor) -> Carried:
-        """The embedding, which all ranks have alike."""
-        return Carried(hidden, hidden, (), () if self.place.ranks == 1 else (None,))
+    def _first(self, hidden: Tensor) -> StreamState:
+        """The embedding, the same on all ranks."""
+        return StreamState(hidden, hidden, (), () if self.spec.ranks == 1 else (None,))
 
-    def _parted(self, terms: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """The sums, and the drifts, of which there is one more; alone, one has none."""
-        sums = len(terms) if self.place.ranks == 1 else len(terms) // 2
+    def _split_terms(self, terms: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """The all-reduces and the drifts, of which there is one more; one rank has no drifts."""
+        sums = len(terms) if self.spec.ranks == 1 else len(terms) // 2
         return tuple(terms[:sums]), tuple(terms[sums:])
 
     def _stream(self, agreed: Tensor, terms: Sequence[Tensor]) -> ResidualStream:
-        if self.place.ranks == 1:
+        if self.spec.ranks == 1:
             return ResidualStream(Solo(), agreed, terms)
-        for branch, share in zip((self.place.family.attention, self.place.family.mlp), self.place.shares, strict=True):
-            if share is not None and share not in out_of(self, branch)._forward_pre_hooks.values():
+        for branch, part in zip((self.spec.layout.attention, self.spec.layout.mlp), self.spec.slices, strict=True):
+            if part is not None and part not in output_projection(self, branch)._forward_pre_hooks.values():
                 raise LadderError(
-                    f"{branch.block}.{branch.out} of layer {self.place.index} was replaced (by an adapter?) after the "
+                    f"{branch.block}.{branch.out} of layer {self.spec.index} was replaced (by an adapter?) after the "
                     "model was given its ranks: call rewire(model) once more"
                 )
-        return ResidualStream(Stacked(self.place.ranks), agreed.unsqueeze(0), *self._parted(terms))
+        return ResidualStream(Stacked(self.spec.ranks), agreed.unsqueeze(0), *self._split_terms(terms))
 
-    def _lines(self, x: Tensor) -> Tensor:
-        """Ranks as lines of the batch."""
-        return x if self.place.ranks == 1 else x.flatten(0, 1)
+    def _fold_ranks(self, x: Tensor) -> Tensor:
+        """Ranks as sequences of the batch."""
+        return x if self.spec.ranks == 1 else x.flatten(0, 1)
 
-    def _by_rank(self, y: Tensor, agreed: Tensor) -> Tensor:
-        """Lines of the batch as ranks."""
-        return y if self.place.ranks == 1 else y.unflatten(0, (-1, len(agreed)))
+    def _unfold_ranks(self, y: Tensor, agreed: Tensor) -> Tensor:
+        """Sequences of the batch as ranks."""
+        return y if self.spec.ranks == 1 else y.unflatten(0, (-1, len(agreed)))
 
-    def _for_lines(self, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> dict[str, Any]:
-        """The attention's arguments for each rank's lines: masks, angles and the like once more for every rank."""
-        if self.place.ranks == 1:
+    def _for_all_ranks(self, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> dict[str, Any]:
+        """The attention's arguments for every rank's sequences: masks, rotary angles and the like repeated."""
+        if self.spec.ranks == 1:
             return named
-        refuse_rows(named.get("past_key_values"), self.place.index, len(x))
+        check_cache(named.get("past_key_values"), self.spec.index, len(x))
         if len(x) == len(agreed):
             return named
         if named.get("cu_seq_lens_q") is not None:
-            raise LadderError("emulated ranks cannot share several texts in one line (cu_seq_lens_q): give each a line")
-        return {name: repeated(value, len(agreed), self.place.ranks) for name, value in named.items()}
+            raise LadderError("emulated ranks cannot run packed sequences (cu_seq_lens_q): give each its own sequence")
+        return {name: repeated(value, len(agreed), self.spec.ranks) for name, value in named.items()}
 
     def _before(self, branch: Branch, x: Tensor) -> Tensor:
         for name in branch.before:
@@ -185,22 +187,22 @@ class WiredLayer(nn.Module):
 
     def _block(self, branch: Branch, x: Tensor, named: dict[str, Any]) -> Any:
         block = getattr(self, branch.block)
-        if self.place.family.adds:
+        if self.spec.layout.adds_residual:
             return block(x, x.new_zeros(()), **named)
-        return block(hidden_states=x, **named) if branch is self.place.family.attention else block(x)
+        return block(hidden_states=x, **named) if branch is self.spec.layout.attention else block(x)
 
     def _after(self, branch: Branch, y: Tensor) -> Tensor:
         for name in branch.after:
             y = getattr(self, name)(y)
         if branch.dropout is not None:
-            y = F.dropout(y, branch.dropout(self.place.config), self.training)
-        if self.place.family.scale is not None:
-            y = y * getattr(self, self.place.family.scale)
+            y = F.dropout(y, branch.dropout(self.spec.config), self.training)
+        if self.spec.layout.scale is not None:
+            y = y * getattr(self, self.spec.layout.scale)
         return y
 
 
 def repeated(value: Any, batch: int, ranks: int) -> Any:
-    """A tensor with a dimension for the batch, once for each rank; others, and what is no tensor, as they are."""
+    """A tensor that has a batch dimension, once for each rank; anything else unchanged."""
     if isinstance(value, tuple):
         return tuple(repeated(each, batch, ranks) for each in value)
     if isinstance(value, Tensor) and value.dim() > 1 and len(value) == batch:
@@ -208,68 +210,70 @@ def repeated(value: Any, batch: int, ranks: int) -> Any:
     return value
 
 
-def refuse_rows(cache: Any, index: int, lines: int) -> None:
-    """A cache that somebody has sorted as if there were no ranks in it."""
+def check_cache(cache: Any, index: int, sequences: int) -> None:
+    """Refuse a cache that was reordered or cut without regard to the ranks in it (beam search does that)."""
     layers = getattr(cache, "layers", ())
     keys = getattr(layers[index], "keys", None) if index < len(layers) else None
-    if keys is not None and keys.dim() and len(keys) not in (0, lines):
-        raise LadderError(f"a cache of {len(keys)} lines for {lines} of the emulated ranks: use use_cache=False")
+    if keys is not None and keys.dim() and len(keys) not in (0, sequences):
+        raise LadderError(
+            f"the cache has {len(keys)} sequences, the emulated ranks have {sequences}: use use_cache=False"
+        )
 
 
-def out_of(layer: nn.Module, branch: Branch) -> nn.Module:
+def output_projection(layer: nn.Module, branch: Branch) -> nn.Module:
     """The output projection of a sub-block."""
     return layer.get_submodule(f"{branch.block}.{branch.out}")
 
 
-def share(layer: nn.Module, branch: Branch, share: Share | None) -> None:
-    """Divide a sub-block among ranks, or no longer."""
+def set_rank_slice(layer: nn.Module, branch: Branch, part: RankSlice | None) -> None:
+    """Divide a sub-block among emulated ranks, or stop doing so."""
     for module in layer.get_submodule(branch.block).modules():
         hooks = (module._forward_pre_hooks, module._forward_hooks)
         for handles in hooks:
-            for key in [key for key, hook in handles.items() if isinstance(hook, Share | Once)]:
+            for key in [key for key, hook in handles.items() if isinstance(hook, RankSlice | BiasOnce)]:
                 del handles[key]
-    if share is not None:
-        out = out_of(layer, branch)
-        out.register_forward_pre_hook(share)
-        out.register_forward_hook(Once(share.ranks))
+    if part is not None:
+        out = output_projection(layer, branch)
+        out.register_forward_pre_hook(part)
+        out.register_forward_hook(BiasOnce(part.ranks))
 
 
-def show(base_model: nn.Module, arguments: Any, output: Any) -> Any:
-    """A forward hook for models that collect what goes from layer to layer as hidden states: users see the stream."""
+def unwrap_states(base_model: nn.Module, arguments: Any, output: Any) -> Any:
+    """A forward hook for models that collect the layers' outputs as hidden states: users see the stream."""
     if isinstance(output, tuple):
-        return tuple(_shown(entry) for entry in output)
+        return tuple(_streams(entry) for entry in output)
     if output.hidden_states is not None:
-        output.hidden_states = _shown(output.hidden_states)
+        output.hidden_states = _streams(output.hidden_states)
     return output
 
 
-def _shown(entry: Any) -> Any:
-    if isinstance(entry, Carried):
+def _streams(entry: Any) -> Any:
+    if isinstance(entry, StreamState):
         return entry.stream
-    return tuple(_shown(part) for part in entry) if type(entry) is tuple else entry
+    return tuple(_streams(part) for part in entry) if type(entry) is tuple else entry
 
 
 @cache
 def wired_class(own: Any) -> Any:
-    """A layer's class made wired; it keeps its name, by which others recognize it."""
+    """A layer's class made wired; it keeps its name, by which other libraries recognize it."""
     return type(own.__name__, (WiredLayer, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
-def wire(layer: nn.Module, place: Place) -> None:
-    """Make a layer a wired one, or give a wired one another place."""
+def wire_layer(layer: nn.Module, spec: LayerSpec) -> None:
+    """Wire a layer, or wire a wired one differently."""
     if not isinstance(layer, WiredLayer):
         own: Any = type(layer)
         layer.__class__ = wired_class(own)
-        if hasattr(layer, "_old_forward"):  # accelerate's hooks have put themselves before it
+        if hasattr(layer, "_old_forward"):  # accelerate has wrapped it
             layer._old_forward = WiredLayer.forward.__get__(layer)
         layer.staleness = None  # type: ignore[assignment]
-    layer.place = place  # type: ignore[assignment]
-    for branch, part in zip((place.family.attention, place.family.mlp), place.shares, strict=True):
-        share(layer, branch, part)
+    layer.spec = spec  # type: ignore[assignment]
+    for branch, part in zip((spec.layout.attention, spec.layout.mlp), spec.slices, strict=True):
+        set_rank_slice(layer, branch, part)
 
 
 def set_layer_staleness(layer: nn.Module, value: float) -> None:
-    """In place where there is one already, so that nothing is compiled anew."""
+    """In place where there is a value already, so that torch.compile does not recompile."""
     assert isinstance(layer, WiredLayer)
     if layer.staleness is not None:
         layer.staleness.fill_(value)

@@ -1,6 +1,5 @@
-"""Models and tokenizers from a directory or the hub: what goes wrong costs one sentence, and nobody else speaks."""
+"""Models and tokenizers from a directory or the hub: an error is one sentence, without the libraries' own output."""
 
-import importlib
 import logging
 import re
 import warnings
@@ -9,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from transformers.utils import logging as transformers_logging
+
 from ladder.config.fields import check_no_side
 from ladder.errors import LadderError
-
-_LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub", "accelerate")
 
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
@@ -26,7 +26,7 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
         return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
     except LadderError:
         raise
-    except Exception as error:  # transformers and its friends raise whatever they like
+    except Exception as error:  # transformers and what it uses raise errors of every kind
         raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
 
 
@@ -37,21 +37,22 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """No bars, warnings and news but ours; afterwards as before."""
-    bar = importlib.import_module("tqdm").tqdm
-    begin = bar.__init__
+def quiet(*libraries: str) -> Iterator[None]:
+    """No progress bars of transformers and the hub, and only their errors in the log; of `libraries` as well.
 
-    def unseen(self: Any, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **{**named, "disable": True})
-
+    Afterwards everything is as it was. Of all warnings one is ignored: torch's stack trace about bfloat16 products on a
+    CPU that has no instructions for them; the products are right.
+    """
     with ExitStack() as stack:
-        for name in _LOUD:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm", UserWarning)
+        for name in ("transformers", "huggingface_hub", "accelerate", *libraries):
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.callback(setattr, bar, "__init__", begin)
-        bar.__init__ = unseen
+        if transformers_logging.is_progress_bar_enabled():
+            if are_progress_bars_disabled():  # the hub's own, which transformers switches together with its bars
+                stack.callback(disable_progress_bars)
+            stack.callback(transformers_logging.enable_progress_bar)
+            transformers_logging.disable_progress_bar()
         yield

@@ -1,4 +1,4 @@
-"""What needs no task: perplexity on a text, and how far a model is from a source model on it.
+"""Measures on a text: a model's perplexity, and how far it is from a source model.
 
 A text is one sequence of tokens t[0..N]. Position i reads t[0..i] of its window and predicts t[i+1]:
 
@@ -8,8 +8,8 @@ A text is one sequence of tokens t[0..N]. Position i reads t[0..i] of its window
     ...      the last window is as short as the text leaves it, and runs unpadded
 
 So every token but the first is predicted exactly once, and no window sees another one's tokens. Where texts of the
-model begin with a token of their own (`begin`), every window's first input is that one: models that know no other
-beginning would be lost otherwise. All three measures are means over these N positions.
+model begin with a token of their own (`begin`), every window's first input is that one, as the model was trained. All
+three measures are means over these N positions.
 
 Standard errors: tokens of one window depend on each other, windows are taken as independent. A mean over tokens is
 the ratio (sum over windows of the windows' sums) / (sum of their lengths); each window's share in its deviation is
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ladder.config.fields import read_text
 from ladder.errors import LadderError
+from ladder.progress import Progress
 
 GROUPS = 200  # of the jackknife, at most: it calls what it is given once for each
 LONGEST = 1024  # tokens of a window where nothing else is asked for: logits of a batch must fit into memory
-Progress = Callable[[int, int], None]  # windows done, windows in all
 Score = Callable[[list[Tensor], Tensor], Tensor]  # (each model's logits [window, vocab], targets) -> sums
 
 
@@ -136,8 +136,8 @@ def distance(
             f"the model has {vocabularies[0]} tokens, its source {vocabularies[1]}: their vocabularies must be equal"
         )
     sums, counts = _walk([model, source], tokens, window, batch, begin, compare, progress)
-    surprise, kl, agreement = (Estimate.ratio(column, counts) for column in sums.unbind(1))
-    return Distance(surprise.exp(), kl, agreement)
+    nll_mean, kl, agreement = (Estimate.ratio(column, counts) for column in sums.unbind(1))
+    return Distance(nll_mean.exp(), kl, agreement)
 
 
 def compare(logits: Sequence[Tensor], targets: Tensor) -> Tensor:
@@ -234,12 +234,12 @@ def _walk(
     total = ceil((len(text) - 1) / length)
     sums: list[Tensor] = []
     counts: list[int] = []
-    with _still(models):
+    with _evaluating(models):
         for inputs, targets in _batches(text, length, batch, begin):
             sums += _one_batch(models, inputs, targets, score)
             counts += [inputs.shape[1]] * len(inputs)
             if progress is not None:
-                progress(len(counts), total)
+                progress(len(counts), total, "text")
     return torch.stack(sums).cpu(), torch.tensor(counts, dtype=torch.float64)
 
 
@@ -257,7 +257,7 @@ def _batches(text: Tensor, window: int, batch: int, begin: int | None) -> Iterat
 
 
 def _one_batch(models: list[Any], inputs: Tensor, targets: Tensor, score: Score) -> list[Tensor]:
-    """The logits live in here only, and are made float32 one window at a time."""
+    """The logits are freed on return, and converted to float32 one window at a time."""
     logits = [model(input_ids=inputs.to(model.device), use_cache=False).logits for model in models]
     device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
     return [
@@ -266,7 +266,7 @@ def _one_batch(models: list[Any], inputs: Tensor, targets: Tensor, score: Score)
 
 
 @contextmanager
-def _still(models: list[Any]) -> Iterator[None]:
+def _evaluating(models: list[Any]) -> Iterator[None]:
     """No gradients, no dropout; afterwards as before."""
     with ExitStack() as stack:
         for model in models:

@@ -1,7 +1,7 @@
-"""Wired models among transformers' own: their config, and what AutoModel makes of it.
+"""Wired models in transformers: their config, and the classes that AutoModel makes from it.
 
-In memory a wired config is its family's, with one field more (`wiring`), so that everybody who asks for the model_type
-hears `llama`. In config.json it says `ladder`, and without this package nothing loads it.
+In memory a wired config is its family's with one field more (`wiring`), and its model_type is the family's, such as
+`llama`. In config.json the model_type is `ladder`, and without this package nothing loads it.
 """
 
 import json
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, unlocked, wiring_of
-from ladder.hf.families import FAMILIES, family
+from ladder.hf.families import LAYOUTS, layout_of
 from ladder.hf.wire import wire_layers
 from ladder.wiring import Wiring
 
@@ -35,7 +35,7 @@ AUTO = (
 
 
 class WiredConfig(PreTrainedConfig):
-    """Stands before a family's config class; what is in memory is plain, what is in config.json is locked."""
+    """A mixin before a family's config class: plain in memory, locked in config.json."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class WiredConfig(PreTrainedConfig):
         return cls.__mro__[cls.__mro__.index(WiredConfig) + 1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.own_class(), vars(self))  # the class itself is made anew wherever it is needed
+        return _restored, (self.own_class(), vars(self))  # the class is made in the process that loads it
 
     def to_json_string(self, use_diff: bool = True) -> str:
         plain = {"vocab_size": self.vocab_size, **json.loads(super().to_json_string(use_diff))}
@@ -55,26 +55,26 @@ class WiredConfig(PreTrainedConfig):
 
 
 class LadderConfig(PreTrainedConfig):
-    """What `AutoConfig` finds under `ladder`: makes the config of the family that the file names."""
+    """What `AutoConfig` finds for the model_type `ladder`: it makes the config of the family that the file names."""
 
     model_type = WIRED_MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         model_type = unlocked(config_dict)["model_type"]
-        family(model_type)
+        layout_of(model_type)
         own: Any = CONFIG_MAPPING[model_type]
         return wired_config(own).from_dict(config_dict, **kwargs)
 
 
 @cache
 def wired_config(own: Any) -> Any:
-    """A family's config class made wired, and known to AutoModel and its like."""
+    """A family's config class made wired, and registered with the Auto classes."""
     wired = type(f"Ladder{own.__name__}", (WiredConfig, own), {"__module__": __name__})
     for auto in AUTO:
         if own in auto._model_mapping:
             model: Any = auto._model_mapping[own]
-            # transformers translates the names of old weights only for classes that it takes for its own
+            # transformers renames old weights only for classes in its own modules
             space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
             auto.register(wired, type(model.__name__, (model,), space))
     return wired
@@ -102,8 +102,12 @@ def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], rank
 
 
 def register() -> None:
-    """Teach transformers: the name in config.json, and that a model whose config names a wiring is made wired, by
-    whatever class or way it is made.
+    """Register the model_type of config.json, and have every model whose config names a wiring wired when it is made.
+
+    The second has no public way. transformers registers classes for the Auto classes alone, while a config that names
+    a wiring may reach any class by any way: `LlamaForCausalLM(config)`, a task's head, the paper's `ladder_layers` in a
+    plain Llama config.json. All of them end in `PreTrainedModel.post_init`, and without this the model would silently
+    be a standard one. A model whose config names no wiring is left alone.
     """
     AutoConfig.register(WIRED_MODEL_TYPE, LadderConfig, exist_ok=True)
     own = PreTrainedModel.post_init
@@ -125,7 +129,7 @@ def wire_as_configured(model: Any) -> None:
     named = vars(config)
     if named.get("wiring") is None and named.get("ladder_layers") is None:
         return
-    if config.model_type in FAMILIES and hasattr(model.base_model, FAMILIES[config.model_type].layers):
+    if config.model_type in LAYOUTS and hasattr(model.base_model, LAYOUTS[config.model_type].layers):
         wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
         ranks = ranks_of(named)
         wire_layers(model, wiring, staleness, ranks)

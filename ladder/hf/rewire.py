@@ -11,7 +11,7 @@ from ladder.config.lock import checked_ranks, ranks_of, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
 from ladder.hf.register import set_wiring
-from ladder.hf.wire import inside, set_staleness, staleness_of, wire_layers
+from ladder.hf.wire import set_layers_staleness, staleness_of, unwrapped, wire_layers
 from ladder.wiring import Wiring
 
 IN_MEMORY = ", rewired in memory: save it, and load that"
@@ -26,11 +26,11 @@ def rewire(
     """Wire a loaded model in place, same parameters, same names; returns it.
 
     Without `wiring`: as its config says (`wiring`, or the paper's `ladder_layers`, `staleness` and `wiring_ranks`).
-    Where a family was born parallel (GPT-NeoX, Falcon), a `standard` layer stays as it was born. A wired model may be
-    wired anew. `ranks`: what so many tensor-parallel ranks would compute; only a wiring that keeps sums local (desync)
-    depends on their number.
+    Where a family's own layers are parallel (GPT-NeoX, Falcon), a `standard` layer stays parallel. A wired model may be
+    rewired. `ranks`: compute what so many tensor-parallel ranks would; only a wiring that keeps partial sums local
+    (desync) depends on their number.
     """
-    inner = inside(model)
+    inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
     config = inner.config
@@ -49,18 +49,18 @@ def rewire(
         if getattr(module, "config", None) is config:
             module.config = own
         if isinstance(module, WiredLayer):
-            module.place = replace(module.place, config=own)
+            module.spec = replace(module.spec, config=own)
     set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers), ranks)
-    # an adapter that is saved must not find its way to weights that are wired otherwise
+    # a saved adapter names its base model: it must not be loaded onto weights that are wired differently
     if (wiring, ranks) != (before, ranks_before):
         inner.name_or_path = (inner.name_or_path or "a model").removesuffix(IN_MEMORY) + IN_MEMORY
     return model
 
 
-def restale(model: Any, staleness: float | Sequence[float]) -> None:
-    """Change how stale a wired model's layers are, from 0 (reads everything) to 1 (its wiring); one for all or each."""
-    inner = inside(model)
-    set_staleness(inner, staleness)
+def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
+    """Set the staleness of a wired model's layers, one for all or each: 0 reads everything, 1 is the wiring."""
+    inner = unwrapped(model)
+    set_layers_staleness(inner, staleness)
     layers, named = inner.config.num_hidden_layers, vars(inner.config)
     set_wiring(inner.config, wiring_of(named, layers), _plain(staleness, layers), ranks_of(named))
 

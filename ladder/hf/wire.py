@@ -7,40 +7,40 @@ from typing import Any
 from torch import nn
 
 from ladder.errors import LadderError
-from ladder.hf.families import FAMILIES, family
-from ladder.hf.layer import Place, Share, Shares, WiredLayer, set_layer_staleness, show, wire
+from ladder.hf.families import LAYOUTS, is_parallel, layout_of
+from ladder.hf.layer import LayerSpec, RankSlice, RankSlices, WiredLayer, set_layer_staleness, unwrap_states, wire_layer
 from ladder.wiring import ROWS, Out, SubBlock, Wiring
 
 
 def wire_layers(model: Any, wiring: Wiring, staleness: float | Sequence[float] = 1.0, ranks: int = 1) -> None:
-    """Give every layer its place in the wiring, as `ranks` ranks would compute it. No tensor changes."""
+    """Wire every layer, as `ranks` ranks would compute it. No tensor changes."""
     config = model.config
-    row = family(config.model_type)
+    layout = layout_of(config.model_type)
     refuse_settings(config)
     layers = layers_of(model)
     if len(wiring.layers) != len(layers):
         raise LadderError(f"the wiring is for {len(wiring.layers)} layers, the model has {len(layers)}")
     # refused before anything is changed
-    shares: Sequence[Shares] = [(None, None)] * len(layers)
+    slices: Sequence[RankSlices] = [(None, None)] * len(layers)
     if ranks > 1:
         refuse_ranks(config, ranks)
-        shares = shares_of(wiring, ranks)
+        slices = rank_slices(wiring, ranks)
     _refuse_staleness(wiring.sub_blocks(), staleness_of(staleness, len(layers)), ranks)
-    if row.answers and not any(hook is show for hook in model.base_model._forward_hooks.values()):
-        model.base_model.register_forward_hook(show)
-    born = ROWS["parallel"] if row.parallel(config) else None
+    if layout.returns_weights and not any(hook is unwrap_states for hook in model.base_model._forward_hooks.values()):
+        model.base_model.register_forward_hook(unwrap_states)
+    born = ROWS["parallel"] if is_parallel(config) else None
     for index, (name, layer, rows) in enumerate(zip(wiring.layers, layers, wiring.sub_blocks(), strict=True)):
         if born is not None and name == "standard":
             rows = (born[0], born[1])
-        wire(layer, Place.of(layer, row, rows, index, config, ranks, shares[index]))
-    set_staleness(model, staleness)
+        wire_layer(layer, LayerSpec.of(layer, layout, rows, index, config, ranks, slices[index]))
+    set_layers_staleness(model, staleness)
 
 
 def refuse_ranks(config: Any, ranks: int) -> None:
-    """A family whose sub-blocks are no plain sums over ranks, and a number of ranks that cannot share the model."""
-    if not family(config.model_type).shareable:
-        known = ", ".join(name for name, row in FAMILIES.items() if row.shareable)
-        raise LadderError(f"{config.model_type} cannot be shared by emulated ranks: those that can are {known}")
+    """Refuse a family whose sub-blocks cannot be divided among ranks, and a number of ranks that does not divide it."""
+    if not layout_of(config.model_type).divisible:
+        known = ", ".join(name for name, row in LAYOUTS.items() if row.divisible)
+        raise LadderError(f"{config.model_type} cannot be divided among emulated ranks: those that can are {known}")
     heads, ffn = config.num_attention_heads, config.intermediate_size
     kv = getattr(config, "num_key_value_heads", None) or heads
     if heads % ranks or ffn % ranks or (kv % ranks and ranks % kv):
@@ -49,37 +49,37 @@ def refuse_ranks(config: Any, ranks: int) -> None:
 
 
 def check_ranks(wiring: Wiring, ranks: int) -> None:
-    """Refuse to learn a wiring that the ranks it is for would not compute."""
+    """Refuse to train a wiring that depends on the TP degree without that degree."""
     if ranks > 1:
-        shares_of(wiring, ranks)
+        rank_slices(wiring, ranks)
     elif wiring.local:
         raise LadderError(
-            f"{str(wiring)!r} keeps sums on their ranks, and on one rank is the standard model: give --ranks, the TP "
+            f"{str(wiring)!r} keeps partial sums local, and on one rank is the standard model: give --ranks, the TP "
             "degree that it is for"
         )
 
 
-def shares_of(wiring: Wiring, ranks: int) -> list[Shares]:
-    """How each sub-block is divided among the ranks: not at all where all read the same, and what they leave is summed
-    at once. Refuses a wiring that ends with drift: transformers' head has one stream to read.
+def rank_slices(wiring: Wiring, ranks: int) -> list[RankSlices]:
+    """How each sub-block is divided among the ranks: not at all where all read the same, and their partial sums are
+    reduced at once. Refuses a wiring that ends with drift: transformers' head has one stream to read.
     """
-    wire: deque[bool] = deque()  # the sums on the wire: whether they carry drift
+    in_flight: deque[bool] = deque()  # for each all-reduce: whether it carries drift
     drift = False
-    found: list[Share | None] = []
+    found: list[RankSlice | None] = []
     for block in (half for layer in wiring.sub_blocks() for half in layer):
-        while len(wire) > block.lag:
-            wire.popleft()
-        alike = not drift and not any(wire)
-        found.append(None if alike and block.out is not Out.LOCAL else Share(ranks, alike))
+        while len(in_flight) > block.lag:
+            in_flight.popleft()
+        alike = not drift and not any(in_flight)
+        found.append(None if alike and block.out is not Out.LOCAL else RankSlice(ranks, alike))
         if block.out is Out.LOCAL:
             drift = True
         elif block.out is Out.REDUCE:
-            wire.append(drift)
+            in_flight.append(drift)
             drift = False
     if drift:
         raise LadderError(
-            f"wiring {str(wiring)!r} ends with sums that are kept local, so that each of {ranks} ranks would answer "
-            "from a stream of its own: choose one whose last MLP reduces"
+            f"wiring {str(wiring)!r} ends with partial sums that are kept local, so that each of {ranks} ranks would "
+            "have other logits: choose one whose last MLP reduces"
         )
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -88,38 +88,38 @@ def _refuse_staleness(rows: Sequence[tuple[SubBlock, SubBlock]], values: Sequenc
     for index, (blocks, value) in enumerate(zip(rows, values, strict=True)):
         if ranks > 1 and value != 1 and any(block.out is Out.LOCAL for block in blocks):
             raise LadderError(
-                f"layer {index} keeps sums local (desync), which leads nowhere near the standard model: its staleness "
-                f"must be 1, not {value}"
+                f"layer {index} keeps partial sums local (desync), which staleness cannot undo: its staleness must "
+                f"be 1, not {value}"
             )
 
 
 def refuse_settings(config: Any) -> None:
-    """Some settings of a family leave no residual stream to wire."""
-    for setting, reason in family(config.model_type).refuses.items():
+    """Refuse settings that leave no residual stream to wire."""
+    for setting, reason in layout_of(config.model_type).unsupported.items():
         if getattr(config, setting, False):
             raise LadderError(f"{config.model_type} with {setting} cannot be wired: {reason}")
 
 
-def inside(model: Any) -> Any:
-    """The transformers model in PEFT's wrapping, or in a side network's."""
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside PEFT's model or a side network's."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def layers_of(model: Any) -> list[nn.Module]:
     """The decoder layers, in order."""
-    return list(getattr(model.base_model, family(model.config.model_type).layers))
+    return list(getattr(model.base_model, layout_of(model.config.model_type).layers))
 
 
-def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
-    """How much of what its wiring leaves out each layer does leave out: 1 is the wiring, 0 the model as it was born.
-    (`parallel` leaves nothing of the stream out: it has no way between.)
+def set_layers_staleness(model: Any, staleness: float | Sequence[float]) -> None:
+    """How much each layer leaves out of what its wiring leaves out: 1 is the wiring, 0 the original model.
+    (`parallel` leaves nothing of the stream out: staleness does not change it.)
     """
     layers = layers_of(model)
     values = staleness_of(staleness, len(layers))
-    places = [layer.place for layer in layers if isinstance(layer, WiredLayer)]
-    if len(places) != len(layers):
+    specs = [layer.spec for layer in layers if isinstance(layer, WiredLayer)]
+    if len(specs) != len(layers):
         raise LadderError("the model is not wired: rewire it first")
-    _refuse_staleness([place.wiring for place in places], values, places[0].ranks)
+    _refuse_staleness([spec.wiring for spec in specs], values, specs[0].ranks)
     for layer, value in zip(layers, values, strict=True):
         set_layer_staleness(layer, value)
 

@@ -9,7 +9,7 @@ from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
-from ladder.hf.families import family
+from ladder.hf.families import layout_of
 from ladder.hf.load import pretrained
 from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
@@ -21,7 +21,7 @@ _SAME += ["head_dim", "intermediate_size", "rope_parameters", "rms_norm_eps", "t
 def read_original(model: str, pattern: str, seq_len: int) -> tuple[Any, Wiring]:
     """The config of a model that is not rewired yet, and the wiring that it is to have."""
     config = pretrained(AutoConfig, model)
-    family(config.model_type)
+    layout_of(config.model_type)
     refuse_settings(config)
     wiring = Wiring.parse(pattern, config.num_hidden_layers)
     if not wiring_of(vars(config), config.num_hidden_layers).is_standard:

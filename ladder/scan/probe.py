@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
-from ladder.hf.layer import show
+from ladder.hf.layer import unwrap_states
 from ladder.hf.measures import Estimate, checked_window, compare
-from ladder.hf.wire import inside, layers_of, refuse_settings, wire_layers
+from ladder.hf.wire import layers_of, refuse_settings, unwrapped, wire_layers
 from ladder.progress import Progress
 from ladder.scan.solve import solve
 from ladder.wiring import Out, Wiring, canonical
@@ -56,7 +56,7 @@ class Probe:
         fit: Tensor | None,
         on_measured: OnMeasured | None,
     ) -> None:
-        self.model = inside(model)
+        self.model = unwrapped(model)
         if not isinstance(self.model, PreTrainedModel):
             raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
         config = self.model.config
@@ -201,5 +201,5 @@ def rewired_temporarily(model: Any) -> Iterator[None]:
             vars(layer).clear()
             vars(layer).update(attributes)
         for key, hook in list(model.base_model._forward_hooks.items()):
-            if key not in hooks and hook is show:
+            if key not in hooks and hook is unwrap_states:
                 del model.base_model._forward_hooks[key]

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.families import Branch
-from ladder.hf.layer import Carried, Place, WiredLayer, out_of
+from ladder.hf.layer import LayerSpec, StreamState, WiredLayer, output_projection
 from ladder.hf.wire import layers_of
 from ladder.progress import Progress
 from ladder.wiring import Wiring
@@ -54,7 +54,7 @@ def solve(
     if isinstance(wiring, str):
         wiring = Wiring.parse(wiring, len(layers))
     calls, streams = _calls(model, layers, sequences.split(batch))
-    places = [layer.place for layer in layers]
+    specs = [layer.spec for layer in layers]
     rewire(model, wiring)
     first = next((index for index, name in enumerate(wiring.layers) if name != "standard"), len(layers))
     wired: list[Any] = list(streams)  # the rewired layers' own
@@ -63,7 +63,7 @@ def solve(
             wired = [_run(layer, stream, calls[index]) for stream in wired]
             streams = [_stream(stream) for stream in wired]
         else:
-            streams = _fit_layer(layer, places[index], calls[index], streams, wired, ridge)
+            streams = _fit_layer(layer, specs[index], calls[index], streams, wired, ridge)
             wired = [_run(layer, stream, calls[index]) for stream in wired]
         if progress is not None:
             progress(index + 1, len(layers), "fitting")
@@ -94,20 +94,20 @@ def _calls(model: Any, layers: Sequence[Any], batches: Sequence[Tensor]) -> tupl
 
 
 def _fit_layer(
-    layer: Any, standard: Place, call: dict[str, Any], streams: list[Tensor], wired: list[Any], ridge: float
+    layer: Any, standard: LayerSpec, call: dict[str, Any], streams: list[Tensor], wired: list[Any], ridge: float
 ) -> list[Tensor]:
     """Fit one layer's weights; returns the original's streams after it."""
-    family = layer.place.family
-    scale = 1.0 if family.scale is None else float(getattr(layer, family.scale))
+    layout = layer.spec.layout
+    scale = 1.0 if layout.scale is None else float(getattr(layer, layout.scale))
     original = copy.deepcopy(layer)
-    original.place = standard
+    original.spec = standard
     wanted = [_record(original, stream, call) for stream in streams]
-    for branch in (family.attention, family.mlp):
+    for branch in (layout.attention, layout.mlp):
         if branch.out is not None and (branch.block, "adds") not in wanted[0].at:
             raise LadderError(
                 f"the model does not call its {branch.block}.{branch.out} (slow_but_exact?): turn that off"
             )
-    for branch in (family.attention, family.mlp):
+    for branch in (layout.attention, layout.mlp):
         equations = _NormalEquations()
         for goal, stream in zip(wanted, wired, strict=True):
             x = _record(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
@@ -120,8 +120,8 @@ def _fit_layer(
             equations = _NormalEquations()
             for goal, stream, before in zip(wanted, wired, streams, strict=True):
                 seen = _record(layer, stream, call, until=(branch.block, "adds"))
-                end = _wide(before) + scale * goal.added(branch, family.attention)
-                own = _wide(_stream(stream)) + scale * seen.added(branch, family.attention)
+                end = _wide(before) + scale * goal.added(branch, layout.attention)
+                own = _wide(_stream(stream)) + scale * seen.added(branch, layout.attention)
                 gap = (end - own) / scale
                 equations.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
             wide = _wide(out.weight)
@@ -156,7 +156,7 @@ def _record(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str
             raise _Stop
 
     handles = []
-    for branch in (layer.place.family.attention, layer.place.family.mlp):
+    for branch in (layer.spec.layout.attention, layer.spec.layout.mlp):
         name = branch.block
 
         def reads(block: nn.Module, arguments: Any, named: dict[str, Any], name: str = name) -> None:
@@ -187,7 +187,7 @@ def _until(pass_: Callable[[], Any]) -> Any:
 
 def _run(layer: Any, stream: Any, call: dict[str, Any]) -> Any:
     found = layer(stream, **call)
-    return found[0] if layer.place.family.answers else found
+    return found[0] if layer.spec.layout.returns_weights else found
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _stream(output: Any) -> Tensor:
-    return output.stream if isinstance(output, Carried) else output
+    return output.stream if isinstance(output, StreamState) else output
 
 
 def _readers(layer: WiredLayer, branch: Branch) -> list[tuple[nn.Parameter, bool]]:
@@ -211,7 +211,7 @@ def _readers(layer: WiredLayer, branch: Branch) -> list[tuple[nn.Parameter, bool
 
 def _projection(layer: WiredLayer, branch: Branch) -> Any:
     """The projection back to the stream, if nothing but a factor follows it."""
-    return None if branch.out is None else out_of(layer, branch)
+    return None if branch.out is None else output_projection(layer, branch)
 
 
 class _NormalEquations:

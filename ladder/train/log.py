@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from ladder.errors import LadderError
-from ladder.hf.wire import inside, layers_of
+from ladder.hf.wire import layers_of, unwrapped
 from ladder.perf.chips import Chip
 from ladder.progress import Progress
 from ladder.train.options import TrainingOptions
@@ -87,7 +87,7 @@ def operations(model: Any, seq_len: int) -> float:
     sequence that a token sees on average. Gradients end at the first layer that is trained; those of a side network
     pass the model's last norm and its head alone.
     """
-    own = inside(model)
+    own = unwrapped(model)
     layers = layers_of(own)
     trained = (any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
     frozen = next((index for index, first in enumerate(trained) if first), len(layers))  # layers without a gradient

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ladder.data.shards import TOKENIZER, EvenSample, Sequences, Shards
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
-from ladder.hf.wire import inside, layers_of
+from ladder.hf.wire import layers_of, unwrapped
 from ladder.progress import Progress
 from ladder.scan.checkpoints import write_model
 from ladder.train import folder
@@ -95,9 +95,9 @@ def run_training(
             folder.start(out, wanted)
         train = task.sequences()
         if options.precision == "bfloat16":
-            inside(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
+            unwrapped(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
         if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
-            compile_layers(getattr(task.model, "network", inside(task.model)))
+            compile_layers(getattr(task.model, "network", unwrapped(task.model)))
         parts = (task.weights, task.teacher, options, task.staleness, progress)
         trainer = LadderTrainer(task.model, args, train, data.valid, *parts)
         last = trainer.run(checkpoint)
@@ -130,7 +130,7 @@ def _to_bfloat16(embedding: Any, arguments: Any, x: torch.Tensor) -> torch.Tenso
 
 def save_trained(trainer: LadderTrainer, folder: Path, dtype: torch.dtype) -> None:
     """All weights in `dtype`, by rank 0, wherever they are sharded."""
-    trained, state = inside(trainer.model), {}
+    trained, state = unwrapped(trainer.model), {}
     for name, value in trained.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value  # one at a time, by all ranks together
         if trainer.args.process_index == 0:

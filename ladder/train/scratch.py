@@ -13,8 +13,8 @@ from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import trained_card
-from ladder.hf.families import family
-from ladder.hf.layer import out_of
+from ladder.hf.families import layout_of
+from ladder.hf.layer import output_projection
 from ladder.hf.load import pretrained
 from ladder.hf.wire import check_ranks, layers_of
 from ladder.progress import Progress
@@ -91,11 +91,11 @@ def new_model(config: ModelConfig) -> Any:
     sub-blocks (GPT-2, Radford et al. 2019), so that a deep model's stream is not larger than a shallow one's.
     """
     model = AutoModelForCausalLM.from_config(hf_config(config), attn_implementation="sdpa")
-    row = family(model.config.model_type)
+    row = layout_of(model.config.model_type)
     with torch.no_grad():
         for layer in layers_of(model):
             for branch in (row.attention, row.mlp):
-                out_of(layer, branch).weight.mul_((2 * config.layers) ** -0.5)  # type: ignore[operator]
+                output_projection(layer, branch).weight.mul_((2 * config.layers) ** -0.5)  # type: ignore[operator]
     return model
 
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ladder.errors import LadderError
-from ladder.hf import restale
+from ladder.hf import set_staleness
 from ladder.hf.measures import perplexity_of
 from ladder.progress import Progress
 from ladder.train.folder import complete_checkpoints, mark_complete
@@ -166,7 +166,7 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         with suppress(AlreadyTrained):
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if self._schedule:
-            restale(self.model, 1.0)
+            set_staleness(self.model, 1.0)
         last = [line for line in self.state.log_history if "eval_loss" in line and line["step"] == self.state.max_steps]
         return {name: last[-1][name] for name in last[-1] if name.startswith("eval_")} if last else self.evaluate()
 
@@ -193,7 +193,7 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
     def set_staleness(self) -> None:
         """To what the schedule has for this step."""
         if self._schedule:
-            restale(self.model, self._schedule.at(self.state.global_step))
+            set_staleness(self.model, self._schedule.at(self.state.global_step))
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """Nats per token of the text, and with a teacher in memory KL and agreement, over the validation sequences;
@@ -202,7 +202,7 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         model, ranks = self.model_wrapped, self.args.world_size
         model.eval()
         if self._schedule:
-            restale(self.model, 1.0)
+            set_staleness(self.model, 1.0)
         sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         size = self.args.per_device_eval_batch_size
         each = len(self.eval_dataset) // ranks  # as many on every rank: a sharded model's passes are made together

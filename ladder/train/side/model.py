@@ -27,7 +27,7 @@ from ladder.config.fields import SIDE, read_json
 from ladder.config.lock import unlocked, wiring_of
 from ladder.errors import LadderError
 from ladder.files import replaced, write_json
-from ladder.hf.families import family
+from ladder.hf.families import layout_of
 from ladder.hf.rewire import IN_MEMORY
 from ladder.hf.wire import layers_of
 from ladder.train.side.network import SideNetwork, SidePass, SideShape
@@ -96,7 +96,7 @@ class SideModel(nn.Module):
         if not isinstance(backbone, PreTrainedModel) or backbone.get_output_embeddings() is None:
             raise LadderError(f"a side network needs a causal model of transformers, not {type(backbone).__name__}")
         config, host = config or SideConfig(), backbone.config
-        family(host.model_type)
+        layout_of(host.model_type)
         _final_norm(backbone)
         shape = config.shape(host)
         wide = torch.promote_types(backbone.dtype, torch.float32)
@@ -134,7 +134,7 @@ class SideModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
     def get_base_model(self) -> Any:
-        """`rewire` and `restale` call it, as they do with PEFT."""
+        """`rewire` and `set_staleness` call it, as they do with PEFT."""
         return self.backbone
 
     def tie_weights(self) -> None:

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from ladder.config import Rope
 from ladder.errors import LadderError
-from ladder.hf.layer import Carried
+from ladder.hf.layer import StreamState
 from ladder.hf.wire import wire_layers
 from ladder.layers.rope import frequencies
 from ladder.wiring import Wiring
@@ -77,12 +77,12 @@ class SideNetwork(nn.Module):
         """Where transformers' models keep their layers."""
         return self
 
-    def begin(self, embedding: Tensor) -> Carried:
+    def begin(self, embedding: Tensor) -> StreamState:
         """The side stream, from the model's before its first layer: [batch, tokens, hidden]."""
         side = self.start(normalized(embedding))
-        return Carried(side, side, ())
+        return StreamState(side, side, ())
 
-    def layer_arguments(self, side: Carried, mask: Tensor | None) -> dict[str, Any]:
+    def layer_arguments(self, side: StreamState, mask: Tensor | None) -> dict[str, Any]:
         """The layers' arguments besides the stream: the attention mask, and the positions as angles."""
         positions = torch.arange(side.stream.shape[1], device=side.stream.device)[None]
         half = positions.unsqueeze(-1).float() * self._frequencies.to(positions.device)
@@ -90,11 +90,12 @@ class SideNetwork(nn.Module):
         angles = tuple(each.to(side.stream.dtype) for each in (both.cos(), both.sin()))
         return {"attention_mask": mask, "position_embeddings": angles}
 
-    def step(self, index: int, side: Carried, stream: Tensor, arguments: dict[str, Any]) -> Any:
+    def step(self, index: int, side: StreamState, stream: Tensor, arguments: dict[str, Any]) -> Any:
         """One layer, which first takes in the model's stream. The last one returns the stream alone."""
         keep = torch.sigmoid(self.gates[index] / TEMPERATURE)
         new = (1 - keep) * self.down[index](normalized(stream))
-        mixed = Carried(keep * side.stream + new, keep * side.agreed + new, tuple(keep * each for each in side.sums))
+        sums = tuple(keep * each for each in side.sums)
+        mixed = StreamState(keep * side.stream + new, keep * side.agreed + new, sums)
         return self.layers[index](mixed, **arguments)
 
     def output(self, side: Tensor, stream: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ class SidePass:
         """The last stream with the output added. From here on gradients are enabled: norm, head, loss."""
         stream = arguments[0]
         with self._beside(stream):
-            side = self._side.stream if isinstance(self._side, Carried) else self._side
+            side = self._side.stream if isinstance(self._side, StreamState) else self._side
             stream = stream + self._network.output(side, stream)
         self._side = None
         torch.set_grad_enabled(self._grad)
