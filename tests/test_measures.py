@@ -54,6 +54,7 @@ def test_default_window_is_the_context(models: dict[str, Any], tokens: list[int]
     assert perplexity(models["ladder"], tokens).value == perplexity(models["ladder"], tokens, window=64).value
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_is_no_distance_from_itself(checkpoint: Path, tokens: list[int], dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).train()
