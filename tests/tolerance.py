@@ -51,6 +51,28 @@ def backward(layers: int, width: int, tokens: int, dtype: torch.dtype = torch.fl
     return math.sqrt(3) * forward(layers, width, tokens, dtype)
 
 
+def stored(layers: int, dtype: torch.dtype) -> float:
+    """Between a decoder in half precision and the same in float32: products add up in float32, and are rounded once,
+    when they are stored. Seven products and sixteen single operations a layer, as above.
+    """
+    return carried(layers * (7 + 16) + 2, dtype)
+
+
+def trained(steps: int, layers: int, width: int, tokens: int, dtype: torch.dtype = torch.float32) -> float:
+    """Between two runs of so many steps, relative to what they log: each step adds the roundings of its gradients."""
+    return math.sqrt(steps) * backward(layers, width, tokens, dtype)
+
+
+def moved(steps: int, layers: int, width: int, tokens: int) -> float:
+    """Between the weights of two such runs of Adam in float32: root mean square, in learning rates times steps.
+
+    Adam moves a weight by about the learning rate, in the direction of its gradient's sign. Of all gradients a share
+    `backward` is smaller than its own rounding errors; these may have either sign, so their weights are up to two
+    learning rates apart: a mean square of 4 backward.
+    """
+    return 2 * math.sqrt(trained(steps, layers, width, tokens))
+
+
 def apart(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest entry that is expected; NaN where there is one."""
     found, expected = found.detach().double(), expected.detach().double()
