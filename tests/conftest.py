@@ -34,6 +34,14 @@ def server() -> None:
     fork_server(*HEAVY)
 
 
+@pytest.fixture
+def without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of half precision as every CPU has them. oneDNN needs bf16 instructions: without them torch warns, once
+    in a process, and the warning would be an error in whichever test came first.
+    """
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[dict[int, World]]:
     """The emulated ranks, by degree."""

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from tests.tolerance import backward, forward
+
 LAYERS = 4
+# between two computations of a model's logits, of its gradients: GPT-2's and Falcon's MLPs are four times 32 wide
+FORWARD, BACKWARD = forward(LAYERS, 128, 21), backward(LAYERS, 128, 21)
 _COMMON = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "dtype": "float32"}
 _LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,

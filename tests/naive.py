@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.tolerance import forward
+
+# between two computations of a log-probability by the model of `tests.checkpoints.tiny`, whose logits are below six
+NATS = 2 * 6 * forward(4, 128, 64)
 WORDS = "The ladder waits for nobody, and nobody waits for the ladder: each rung is read while the next one travels. "
 
 

@@ -53,7 +53,7 @@ def test_comes_near_to_the_original(method: str, model: Path, data: Path, tmp_pa
         assert weights(out).keys() == weights(copied).keys()
     ended = measured(loaded, copied, data)
     assert ended.kl.value < (0.75 if method == "side" else 0.6) * begun.kl.value
-    assert found["eval_kl"] == pytest.approx(ended.kl.value, rel=1e-4)
+    assert found["eval_kl"] == pytest.approx(ended.kl.value, abs=tiny.nats())
     assert found["eval_agreement"] == pytest.approx(ended.agreement.value, abs=1e-9)
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval_kl" in line] == [20, 40]
@@ -80,7 +80,7 @@ def test_the_rewired_layers_alone(model: Path, data: Path, tmp_path: Path) -> No
         rewired, AutoModelForCausalLM.from_pretrained(tmp_path / "out")))  # fmt: skip
     assert ended < 0.8 * begun
     one, other = ([value for _, value in log(tmp_path / name)] for name in ("out", "again"))
-    assert one == pytest.approx(other, rel=1e-4)
+    assert one == pytest.approx(other, abs=tiny.nats(16))
 
 
 def test_wirings_that_keep_sums_local(model: Path, data: Path, tmp_path: Path) -> None:
@@ -91,9 +91,10 @@ def test_wirings_that_keep_sums_local(model: Path, data: Path, tmp_path: Path) -
     loaded, rewired = (AutoModelForCausalLM.from_pretrained(each) for each in (out, model))
     assert loaded.config.wiring_ranks == 2
     ended, begun = (measured(each, model, data).kl.value for each in (loaded, rewire(rewired, "desync-2x", ranks=2)))
-    assert found["eval_kl"] == pytest.approx(ended, rel=1e-4) and ended < 0.8 * begun
+    assert found["eval_kl"] == pytest.approx(ended, abs=tiny.nats()) and ended < 0.8 * begun
 
 
+@pytest.mark.usefixtures("without_onednn")
 def test_half_precision_and_recomputing(data: Path, tmp_path: Path) -> None:
     """The original's type in the file; what is computed is near to float32."""
     original = tiny.model(tmp_path / "half", data, torch.bfloat16, tie_word_embeddings=True)
@@ -112,9 +113,9 @@ def test_evaluation_is_under_the_wiring_itself(model: Path, data: Path, tmp_path
     out = tmp_path / "out"
     adapt(AdaptOptions(str(model), out), adapting(data, 12, lr=1e-12, log_every=1, eval_every=1), silent)
     wanted = measured(rewire(AutoModelForCausalLM.from_pretrained(model), "ladder"), model, data)
-    assert [value for _, value in log(out, "eval_kl")] == pytest.approx([wanted.kl.value] * 12, rel=1e-3)
+    assert [value for _, value in log(out, "eval_kl")] == pytest.approx([wanted.kl.value] * 12, abs=tiny.nats())
     losses = [value for _, value in log(out)]
-    assert losses[0] < 1e-6 and losses[:6] == sorted(losses[:6]) and losses[-1] > 0.5 * wanted.kl.value
+    assert losses[0] < tiny.nats() and losses[:6] == sorted(losses[:6]) and losses[-1] > 0.5 * wanted.kl.value
 
 
 def test_the_teachers_top(model: Path, data: Path, adapted: Path, tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
 """Directories in, directories out: exact, lazy, each byte once, and loud where something does not fit."""
 
 import json
-import subprocess
-import sys
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ladder.checkpoint import INDEX, SINGLE, Directory, Random, load, save
-from ladder.comm.base import Comm
+from ladder.comm.base import Comm, RankOnly
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
@@ -81,40 +84,62 @@ def test_each_byte_of_a_sharded_tensor_is_read_once_in_all(size: int, tmp_path: 
     assert source.reads.keys() == load_file(tmp_path / SINGLE).keys()
 
 
-MEASURE = """
-import sys
-from pathlib import Path
-import torch
-from ladder.checkpoint import Directory, Random, load
-from ladder.comm.base import RankOnly
-from ladder.config import ModelConfig
-from ladder.model import Decoder
+class Watching(Directory):
+    """Sees to it that what was read is gone, mapping and all, before the next is read; keeps the pieces' sizes."""
 
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if key in line)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.sizes: list[int] = []
+        self._last: Callable[[], Tensor | None] = lambda: None
 
-load(Decoder(ModelConfig.named("tiny")), Random())  # so that torch's own first-time memory is not counted
-source = Directory(sys.argv[1])
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
-model = load(Decoder(source.config, RankOnly(int(sys.argv[3]), int(sys.argv[2]))), source)
-print(status("VmHWM") - before, sum(s.target.numel() * 4 for s in model.shards()))
-"""
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        self.assert_nothing_is_left()
+        piece = super().read(name, shape, index)
+        self._last = weakref.ref(piece)
+        self.sizes.append(piece.numel())
+        return piece
+
+    def assert_nothing_is_left(self) -> None:
+        assert self._last() is None and str(self.path) not in Path("/proc/self/maps").read_text()
 
 
-def test_peak_memory_is_the_shard_and_one_tensor(tmp_path: Path) -> None:
-    """Measured in a process of its own: the high-water mark of its resident memory, file pages included."""
-    config = ModelConfig(hidden=512, layers=10, heads=8, kv_heads=8, ffn=6144, vocab=8192)
-    saved(tmp_path / "model", config, file_bytes=100_000_000)
-    for size, rank in ((2, 0), (4, 3)):
-        command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), str(size), str(rank)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peak, shard = map(int, done.stdout.split())
-        largest = config.vocab * config.hidden * 4
-        assert shard > 60_000_000  # large enough for the measurement to mean something
-        assert shard <= peak * 1.02  # the mark does see the weights
-        assert peak <= 1.1 * shard + largest
+class Allocating(TorchDispatchMode):
+    """Keeps the largest tensor that any operation makes anew, in bytes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        old = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in old:
+                self.largest = max(self.largest, made.numel() * made.element_size())
+        return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_loading_takes_the_shard_and_one_piece_at_a_time(size: int, tmp_path: Path) -> None:
+    """What a rank reads are its slices; one is in memory at a time, its file mapped no longer; nothing else is made."""
+    source = Watching(saved(tmp_path, file_bytes=100_000))
+    for rank in range(size):
+        source.sizes.clear()
+        model = Decoder(source.config, RankOnly(rank, size))
+        with Allocating() as seen:
+            load(model, source)
+        source.assert_nothing_is_left()
+        assert source.sizes == [shard.target.numel() for shard in model.shards()]
+        assert seen.largest <= 4 * max(source.sizes)
+
+
+def test_the_watch_over_loading_can_fail(tmp_path: Path) -> None:
+    source = Watching(saved(tmp_path))
+    shards = list(Decoder(source.config).shards())[:2]
+    kept = source.read(shards[0].name, shards[0].shape, shards[0].index)
+    with pytest.raises(AssertionError):
+        source.read(shards[1].name, shards[1].shape, shards[1].index)
+    with Allocating() as seen:
+        kept.clone()
+    assert seen.largest == 4 * kept.numel()
 
 
 def test_dtype_is_converted_on_the_way(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ladder.hf import rewire
 from ladder.hf.evaluate import Arm, evaluate, table
 from ladder.hf.measures import perplexity
 from tests.checkpoints import byte_tokenizer, tiny
-from tests.naive import WORDS, clustered, naive, said
+from tests.naive import NATS, WORDS, clustered, naive, said
 
 module = importlib.import_module("ladder.hf.evaluate")
 
@@ -173,13 +173,13 @@ def test_two_wirings_side_by_side(
     assert cells["ladder", "last/acc"]["value"] == pytest.approx(1 / 3)  # the greedy one
     values = {w: math.exp(-sum(hand["last/ll"]) / len(last)) for w, hand in hands.items()}
     row = cells["ladder", "last/perplexity"]
-    assert row["value"] == pytest.approx(values["ladder"], rel=1e-4)
+    assert row["value"] == pytest.approx(values["ladder"], rel=NATS)
     changes = [  # the delta method
         values["ladder"] * a - values["standard"] * b
         for a, b in zip(hands["ladder"]["last/ll"], hands["standard"]["last/ll"], strict=True)
     ]
-    assert row["difference"] == pytest.approx(values["ladder"] - values["standard"], rel=1e-4)
-    assert row["difference_stderr"] == pytest.approx(error(changes), rel=1e-4)
+    assert row["difference"] == pytest.approx(values["ladder"] - values["standard"], rel=NATS)
+    assert row["difference_stderr"] == pytest.approx(error(changes), rel=NATS)
 
     for name in ("named", "filed"):
         accuracy = hands["ladder"]["mc/acc"][:2]
@@ -191,11 +191,11 @@ def test_two_wirings_side_by_side(
     windows, base = naive([ours, source], tokens, 20), naive([source, source], tokens, 20)
     for measure, column in (("kl", 1), ("greedy_agreement", 2)):
         row = cells["ladder", measure]
-        assert row["value"] == pytest.approx(clustered(windows, column)[0], rel=1e-5)
-        assert row["difference_stderr"] == pytest.approx(clustered(windows, column)[1], rel=1e-4)  # the first has none
+        assert row["value"] == pytest.approx(clustered(windows, column)[0], rel=NATS)
+        assert row["difference_stderr"] == pytest.approx(clustered(windows, column)[1], rel=NATS)  # the first has none
     changes = weighted_changes(windows, base)
     row = cells["ladder", "perplexity"]
-    assert row["difference_stderr"] == pytest.approx(changes, rel=1e-4)
+    assert row["difference_stderr"] == pytest.approx(changes, rel=NATS)
     assert row["difference_stderr"] != pytest.approx(
         math.hypot(row["stderr"], cells["standard", "perplexity"]["stderr"])
     )
@@ -257,11 +257,11 @@ def test_limit_shots_and_a_tokenizer_without_an_end(models: dict[str, Any], tmp_
     (found, *_) = evaluate([Arm(str(directory))], tasks=[task], limit=2)
     scores = [likelihood(models["standard"], row["context"], "b")[0] for row in rows[:2]]
     assert found["measure"] == "last/perplexity" and found["n"] == 2
-    assert found["value"] == pytest.approx(math.exp(-sum(scores) / 2), rel=1e-4)
+    assert found["value"] == pytest.approx(math.exp(-sum(scores) / 2), rel=NATS)
     pair = write(tmp_path / "pair.jsonl", rows[:2])  # each is the other's only example
     (found, *_) = evaluate([Arm(str(directory))], tasks=[pair], shots=1)
     scores = [likelihood(models["standard"], f"{two} b\n\n{one}", "b")[0] for one, two in (("a", "c"), ("c", "a"))]
-    assert found["value"] == pytest.approx(math.exp(-sum(scores) / 2), rel=1e-4)
+    assert found["value"] == pytest.approx(math.exp(-sum(scores) / 2), rel=NATS)
 
 
 def test_wirings_that_checkpoints_name(models: dict[str, Any], tokens: list[int], tmp_path: Path) -> None:

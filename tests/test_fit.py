@@ -199,6 +199,7 @@ def test_a_factor_behind_the_projection() -> None:
         torch.testing.assert_close(factor * value, wanted[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("without_onednn")
 def test_half_precision_is_near() -> None:
     model, text = host("llama"), drawn(12, seed=6).flatten()
     wide, narrow = (
@@ -270,6 +271,7 @@ def test_writes_a_checkpoint(
     assert all((".layers.0." in name or "norm" in name or ".layers." not in name) == (name in kept) for name in found)
 
 
+@pytest.mark.usefixtures("without_onednn")
 def test_keeps_the_type(data: Path, tmp_path: Path) -> None:
     original = tiny.model(tmp_path / "half", data, torch.bfloat16, tie_word_embeddings=True)
     made = fit(options(original, tmp_path / "out", data, tokens=10**9), silent)
@@ -286,7 +288,7 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
         AutoModelForCausalLM.from_pretrained(fitted), AutoModelForCausalLM.from_pretrained(model), text, window=SEQ_LEN
     )
     found = adapt(AdaptOptions(str(model), tmp_path / "out", init_from=fitted), run, silent)
-    assert found["eval_kl"] == pytest.approx(begun.kl.value, rel=1e-4)
+    assert found["eval_kl"] == pytest.approx(begun.kl.value, abs=tiny.nats())
     cold = adapt(AdaptOptions(str(model), tmp_path / "cold", staleness=0.0), run, silent)
     assert found["eval_kl"] < 0.8 * cold["eval_kl"] and log(tmp_path / "out")[0][1] < 0.8 * log(tmp_path / "cold")[0][1]
     asked = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -306,7 +308,7 @@ def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, 
     backbone = AutoModelForCausalLM.from_pretrained(fitted)
     begun = distance(backbone, original, text, window=SEQ_LEN).kl.value
     ended = distance(SideModel.load(out, backbone), original, text, window=SEQ_LEN).kl.value
-    assert found["eval_kl"] == pytest.approx(ended, rel=1e-4) and ended < begun
+    assert found["eval_kl"] == pytest.approx(ended, abs=tiny.nats()) and ended < begun
     assert f'from_pretrained("{fitted}")' in (out / "README.md").read_text()
     with pytest.raises(LadderError, match="has other weights: load it with its own backbone"):
         SideModel.load(out, rewire(original, "ladder"))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ladder.hf import rewire
 from ladder.hf.measures import Estimate, begin_of, distance, perplexity
 from tests.checkpoints import END, byte_tokenizer, tiny
-from tests.naive import WORDS, clustered, naive
+from tests.naive import NATS, WORDS, clustered, naive
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,18 @@ def test_measures_against_naive(models: dict[str, Any], tokens: list[int], windo
     for batch in (1, 2, 5, 100):
         found = distance(ours, source, tokens, window=window, batch=batch, begin=begin)
         alone = perplexity(ours, tokens, window=window, batch=batch, begin=begin)
-        assert alone.value == pytest.approx(found.perplexity.value, rel=1e-6)
+        assert alone.value == pytest.approx(found.perplexity.value, rel=NATS)
         for estimate, (mean, error) in zip(found, expected, strict=True):
             assert estimate.n == len(tokens) - 1
-            assert estimate.value == pytest.approx(mean, rel=1e-6, abs=1e-9)
-            assert estimate.stderr == (None if error is None else pytest.approx(error, rel=1e-5, abs=1e-9))
+            assert estimate.value == pytest.approx(mean, rel=NATS, abs=NATS)
+            assert estimate.stderr == (None if error is None else pytest.approx(error, rel=NATS, abs=NATS))
 
 
 def test_default_window_is_the_context(models: dict[str, Any], tokens: list[int]) -> None:
     assert perplexity(models["ladder"], tokens).value == perplexity(models["ladder"], tokens, window=64).value
 
 
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_is_no_distance_from_itself(checkpoint: Path, tokens: list[int], dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).train()

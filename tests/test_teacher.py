@@ -19,6 +19,7 @@ from ladder.train.distill import adapt
 from ladder.train.options import AdaptOptions
 from ladder.train.teacher import CacheBuilder, RankGroup
 from tests import training as tiny
+from tests.tolerance import unit
 from tests.training import SEQ_LEN, Stop, adapting, log, same, silent, until, weights
 
 TOP = 3
@@ -93,9 +94,12 @@ def test_the_likeliest_tokens(build: Callable[..., Any], sequences: Sequences, o
     found = build()
     for row in (0, 5, len(sequences) - 1):
         said = original.model(input_ids=sequences[row]["input_ids"][None]).logits[0].log_softmax(-1)
-        logs, ids = said.topk(TOP)
-        assert torch.equal(found[row]["teacher_ids"].long(), ids) and len(found) == len(sequences)
-        torch.testing.assert_close(found[row]["teacher_log_probs"].float(), logs, rtol=1e-3, atol=1e-2)
+        logs, ids = said.topk(TOP)[0], found[row]["teacher_ids"].long()
+        assert len(found) == len(sequences) and all(len(set(each)) == TOP for each in ids.tolist())
+        # of another batch, so those that are equally likely may have changed places; stored in float16
+        torch.testing.assert_close(said.gather(-1, ids), logs, rtol=0, atol=tiny.nats())
+        kept = {"rtol": unit(torch.float16), "atol": tiny.nats()}
+        torch.testing.assert_close(found[row]["teacher_log_probs"].float(), logs, **kept)
 
 
 def test_asked_once(build: Callable[..., Any], original: Original, sequences: Sequences, tmp_path: Path) -> None:
@@ -250,4 +254,4 @@ def test_two_processes(model: Path, data: Path, tmp_path: Path) -> None:
     adapt(one, adapting(data, 8), silent)
     assert tiny.end(tiny.start("adapt", two, adapting(data, 8), ranks=2)) == [0, 0]
     assert files(one.out / "teacher") == files(two.out / "teacher")
-    assert [loss for _, loss in log(two.out)] == pytest.approx([loss for _, loss in log(one.out)], rel=1e-4)
+    assert [loss for _, loss in log(two.out)] == pytest.approx([loss for _, loss in log(one.out)], abs=tiny.nats(8))

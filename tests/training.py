@@ -25,10 +25,13 @@ from ladder.data.texts import tokenize
 from ladder.train.folder import complete_checkpoints
 from ladder.train.options import TrainingOptions
 from tests.processes import world
+from tests.tolerance import moved, trained
 
 LIMIT = 120.0  # seconds for what would otherwise hang
 SEQ_LEN, BATCH = 16, 8
 VOCABULARY = 300
+SHAPE = (3, 48, WINDOW)  # of `model` below: layers, longest product, tokens
+TINY = (4, 128, WINDOW)  # of the size `tiny`
 _WORDS = ("never", "wait", "for", "the", "network", "ladder", "of", "sums", "and", "streams", "over", "ranks", "read")
 
 
@@ -73,6 +76,20 @@ def training(data: Path, steps: int = 20, **changes: Any) -> TrainingOptions:
 def adapting(data: Path, steps: int = 24, **changes: Any) -> TrainingOptions:
     """A run that learns fast, evaluated on its own data."""
     return training(data, steps, **{"valid": data, "eval_every": 6, "lr": 1e-2, **changes})
+
+
+def nats(steps: int = 1, shape: tuple[int, int, int] = SHAPE) -> float:
+    """Between two computations of a loss after so many steps, of logits below ten; after one: of an evaluation."""
+    return 10 * trained(steps, *shape)
+
+
+def assert_moved_alike(one: dict[str, Tensor], other: dict[str, Tensor], lr: float, steps: int,
+                       shape: tuple[int, int, int] = SHAPE) -> None:  # fmt: skip
+    """The weights of two runs of Adam, each in root mean square."""
+    assert one.keys() == other.keys()
+    for name in one:
+        apart = (one[name] - other[name]).double().square().mean().sqrt()
+        assert apart <= moved(steps, *shape) * lr * steps, name
 
 
 def silent(done: int, total: int, what: str) -> None:
