@@ -26,20 +26,18 @@ class Habits:
     )
     qk_norm: str | None = None  # "head": each head by itself; "all": all heads together
     root_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
-    gated: bool = True
 
 
 BOTH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-GEMMA2 = Habits(one_plus=True, norms=BOTH, root_embedding=True)
 HABITS: dict[str, Habits] = {
     "qwen3": Habits(qk_norm="head"),
     "qwen3_moe": Habits(qk_norm="head"),
     "olmo2": Habits(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), qk_norm="all"),
-    "gemma2": GEMMA2,
+    "gemma2": Habits(one_plus=True, norms=BOTH, root_embedding=True),
     "gemma3_text": Habits(one_plus=True, norms=BOTH, root_embedding=True, qk_norm="head"),
-    "gpt_neox": Habits(layer_norm=True, gated=False),
-    "falcon": Habits(layer_norm=True, gated=False),
-    "gpt2": Habits(layer_norm=True, gated=False, norms=("ln_1", None, "ln_2", None)),
+    "gpt_neox": Habits(layer_norm=True),
+    "falcon": Habits(layer_norm=True),
+    "gpt2": Habits(layer_norm=True, norms=("ln_1", None, "ln_2", None)),
 }
 FALCON_NORMS = {"shared": ("input_layernorm",) * 2, "two": ("ln_attn", "ln_mlp")}  # by `config.variant`
 LLAMA_PLACES = {"embed": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head"}
@@ -82,6 +80,9 @@ class Checkpoint:
         self.norm = self.take(places["norm"])
         self.head = self.embed if config.tied else self.take(places["head"])[0]
         self.layers = [self.layer(f"{places['layers']}.{number}.", number) for number in range(config.layers)]
+        self.check()
+
+    def check(self) -> None:
         assert not self.left, f"the family does not have {sorted(self.left)}"
 
     def take(self, name: str) -> Linear:
