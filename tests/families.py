@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 SMALL = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 131, "eos_token_id": None}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "bos_token_id": None}
@@ -73,17 +73,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def attention(config: PreTrainedConfig) -> str:
-    """torch's attention has no softcap; transformers leaves it out there without a word."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
-
-
 def make(family: str, directory: Path | None = None, **changes: object) -> PreTrainedModel:
     """A model whose every parameter is random, biases and norms too; saved where a directory is given."""
     model_type, own = FAMILIES[family]
     torch.manual_seed(7)
-    config = CONFIG_MAPPING[model_type](**{**SMALL, **own, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention(config))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**SMALL, **own, **changes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)

@@ -104,7 +104,7 @@ class Streams:
             self.landed += 1
         return self.streams
 
-    def write(self, partials: list[Tensor], out: str, after: Callable[[Tensor], Tensor]) -> None:
+    def write(self, partials: list[Tensor], out: str, after: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         """What becomes of the ranks' partial sums; what joins a stream has been through the norm `after`."""
         if out == "local":
             assert not self.held
