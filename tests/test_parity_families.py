@@ -143,7 +143,7 @@ def test_every_rope_is_among_them(kind: str) -> None:
         ("gemma2", {"one_plus": False}),
         ("gemma2", {"root_embedding": False}),
         ("gpt2", {"layer_norm": False}),
-        ("olmo2", {"qk_norm": "head"}),
+        ("olmo2", {"qk_norm": None}),
         ("qwen3", {"qk_norm": None}),
         ("gemma2", {"norms": (Habits().norms[0], None, "pre_feedforward_layernorm", None)}),
         ("olmo2", {"norms": ("post_attention_layernorm", None, "post_feedforward_layernorm", None)}),
