@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from ladder.config import SIZES, ModelConfig, Rope
 from ladder.engine.options import EngineOptions
@@ -14,7 +16,7 @@ from ladder.errors import LadderError
 from ladder.layers.rope import frequencies
 from ladder.model import Decoder
 from tests.checkpoints import tiny
-from tests.families import make
+from tests.families import FAMILIES, SMALL, make
 
 # hidden, layers, heads, kv heads, ffn, vocabulary; parameters in billions as published (the paper's: as its names say)
 PUBLISHED = {
@@ -64,6 +66,91 @@ def test_config_json_round_trip(name: str, wiring: str) -> None:
     assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
+def theirs(family: str, **changes: object) -> dict[str, Any]:
+    """A config.json as transformers writes it."""
+    model_type, own = FAMILIES[family]
+    return {**json.loads(CONFIG_MAPPING[model_type](**{**SMALL, **own}).to_json_string(use_diff=True)), **changes}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_config_json_round_trip_of_families(family: str, wiring: str) -> None:
+    """Ours has the meaning of theirs, to us and, key for key of what both name, to transformers."""
+    raw = theirs(family)
+    config = ModelConfig.from_hf(raw).rewired(wiring)
+    ours = json.loads(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(ours) == config
+    if wiring == "standard":
+        kind = CONFIG_MAPPING[ours["model_type"]]
+        again = json.loads(kind(**ours).to_json_string(use_diff=False))
+        assert ModelConfig.from_hf(again) == config
+
+
+@pytest.mark.parametrize(
+    "family, change, message",
+    [
+        ("falcon-7b", {"activation": "swish"}, "activation 'swish' is not supported: known are silu, gelu"),
+        ("gpt2", {"activation_function": "quick_gelu"}, "activation 'quick_gelu' is not supported"),
+        ("gemma2", {"hidden_activation": "mish"}, "activation 'mish' is not supported"),
+        ("falcon-7b", {"alibi": True}, "alibi True is not supported"),
+        ("falcon", {"parallel_attn": False}, "new Falcon decoder without parallel attention is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported: known are default, linear"),
+        ("gpt-neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn' is not supported"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "'short_factor' is missing"),
+        ("phi3-longrope", {"hidden_size": 64}, "rotary scaling has 3 factors for head size 8"),
+        ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "0.4 of head size 8 is no number of pairs"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention True is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ("mixtral", {"num_experts_per_tok": 5}, "5 of 4 experts"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "a value has the wrong type"),
+        ("smollm3", {"no_rope_layers": [1]}, "a value has the wrong type"),
+    ],
+)
+def test_settings_of_families_that_are_refused(
+    family: str, change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(theirs(family, **change)))
+    with pytest.raises(LadderError, match=message) as caught:
+        ModelConfig.from_directory(tmp_path)
+    assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
+
+
+def test_an_unknown_storage_format_is_refused_before_weights_are_read() -> None:
+    config = ModelConfig.from_hf(theirs("llama-3", quantization_config={"quant_method": "awq", "bits": 4}))
+    with pytest.raises(LadderError, match=r"^quantized weights \(awq\) are not supported") as caught:
+        Decoder(config, device="meta")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_context_of_longrope_is_the_original_one() -> None:
+    """Beyond it the other factors would hold, for all keys anew."""
+    raw = theirs("phi3-longrope")
+    assert (raw["max_position_embeddings"], raw["rope_parameters"]["factor"]) == (256, 4.0)
+    config = ModelConfig.from_hf(raw)
+    assert config.context == config.rope.original_context == 128
+    assert config.rope.factors == (1.0, 1.5, 2.0) and config.rope.long_factors == (2.0, 3.0, 4.0)
+    assert config.to_hf()["max_position_embeddings"] == 128 * 4
+
+
+def test_gemma_3_has_no_cap_on_scores() -> None:
+    """Its layers in transformers ignore the key that Gemma 2's read."""
+    raw = {"attn_logit_softcapping": 5.0}
+    assert ModelConfig.from_hf(theirs("gemma3", **raw)).attention_softcap is None
+    assert ModelConfig.from_hf(theirs("gemma2", **raw)).attention_softcap == 5.0
+
+
+def test_degrees_of_experts() -> None:
+    """Slices of every expert, or whole experts: each has its own degrees."""
+    config = ModelConfig.from_hf(theirs("qwen3-moe"))  # six experts of width 24, and a dense layer
+    assert config.degrees() == [1, 2, 4, 8] and config.degrees(expert_parallel=True) == [1, 2]
+    with pytest.raises(LadderError, match=r"^4 ranks .*6 experts of ffn 24 .* that work are 1, 2$"):
+        config.check_degree(4, expert_parallel=True)
+    with pytest.raises(LadderError, match="expert parallelism is for models with experts"):
+        Decoder(ModelConfig.named("tiny"), device="meta", expert_parallel=True)
+
+
 @pytest.mark.parametrize("size", [0, -1, 3, 6, 16])
 def test_ranks_that_cannot_share_are_refused_with_those_that_can(size: int) -> None:
     with pytest.raises(LadderError, match=rf"^{size} ranks .* the degrees that work are 1, 2, 4, 8$"):
@@ -104,10 +191,11 @@ def test_llama3_frequencies_at_the_published_settings() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "unknown model family 'gpt2': known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bloom"}, "unknown model family 'bloom': known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "'n_layer' is missing"),
         ({"model_type": None}, "unknown model family None"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"hidden_act": "quick_gelu"}, "'quick_gelu' is not supported: known are silu, gelu"),
+        ({"quantization_config": {"bits": 4}}, "'quant_method' is missing"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "wide"}, "'hidden_size' must be a whole number, not 'wide'"),
         ({"hidden_size": 64.0}, "'hidden_size' must be a whole number, not 64.0"),
@@ -133,7 +221,7 @@ def test_llama3_frequencies_at_the_published_settings() -> None:
         ({"ladder_layers": 2, "wiring": "ladder"}, "keep one"),
         ({"model_type": "ladder", "base_model_type": "llama"}, "needs the key 'wiring'"),
         ({"model_type": "ladder", "base_model_type": "llama", "wiring": "ladder:9"}, "more than the model's 4 layers"),
-        ({"model_type": "ladder", "base_model_type": "gpt2", "wiring": "ladder"}, "unknown model family 'gpt2'"),
+        ({"model_type": "ladder", "base_model_type": "bloom", "wiring": "ladder"}, "unknown model family 'bloom'"),
         ({"layer_types": ["full_attention"], "model_type": "qwen2", "use_sliding_window": True}, "windows is for 1"),
     ],
 )

@@ -41,9 +41,11 @@ class Given:
         return whole[index]
 
 
-def decoder(config: ModelConfig, weights: Mapping[str, Tensor], comm: Comm | None = None) -> Decoder:
+def decoder(
+    config: ModelConfig, weights: Mapping[str, Tensor], comm: Comm | None = None, expert_parallel: bool = False
+) -> Decoder:
     """One rank of the product with these weights."""
-    return load(Decoder(config, comm, dtype=torch.float32), Given(weights))
+    return load(Decoder(config, comm, dtype=torch.float32, expert_parallel=expert_parallel), Given(weights))
 
 
 def joined(model: Decoder, block: Tensor) -> Tensor:

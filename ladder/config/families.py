@@ -178,7 +178,7 @@ FAMILIES: dict[str, Family] = {
         norm_offset=1,
         root_embedding=True,
         windows="listed",
-        keys=_GEMMA_KEYS,
+        keys={ours: key for ours, key in _GEMMA_KEYS.items() if ours != "attention_softcap"},  # its layers have none
         defaults={**_GEMMA, "max_position_embeddings": 131_072, "sliding_window_pattern": 6}
         | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         requires={"use_bidirectional_attention": False},
