@@ -125,7 +125,7 @@ def test_the_teachers_top(model: Path, data: Path, adapted: Path, tmp_path: Path
     options = AdaptOptions(str(model), out, teacher_top=298)
     found = adapt(options, adapting(data), lambda done, total, what: told.append(what))
     assert [value for _, value in log(out)] == pytest.approx([value for _, value in log(adapted)], abs=5e-3)
-    assert "eval_kl" not in found and "asking the original" in told and (out / "teacher/teacher.json").exists()
+    assert "eval_kl" not in found and "running the original" in told and (out / "teacher/teacher.json").exists()
     one, other = (measured(AutoModelForCausalLM.from_pretrained(each), model, data).kl.value for each in (out, adapted))
     assert one == pytest.approx(other, rel=0.02)
     few = tmp_path / "few"

@@ -110,6 +110,25 @@ def test_a_run_from_before_there_was_an_option_is_continued(model: Path, data: P
     assert (tmp_path / "out/config.json").exists()
 
 
+def test_a_run_with_the_old_names_of_options_is_continued(
+    model: Path, data: Path, adapted: Path, tmp_path: Path
+) -> None:
+    """run.json had window, micro, begin and rank."""
+    options = (AdaptOptions(str(model), tmp_path / "out", init_from=adapted), adapting(data, 8))
+    with pytest.raises(Stop):
+        adapt(*options, until(6))
+    file = tmp_path / "out/run.json"
+    run = json.loads(file.read_text())
+    names = {"seq_len": "window", "micro_batch_size": "micro", "init_from": "begin", "lora_rank": "rank"}
+    assert names.keys() <= run.keys() and "init_from" in run["contents"]
+    contents = {names.get(name, name): value for name, value in run["contents"].items()}
+    file.write_text(json.dumps({**{names.get(name, name): value for name, value in run.items()}, "contents": contents}))
+    with pytest.raises(LadderError, match="out is a run with seq-len 16, not 8: give the same"):
+        adapt(options[0], replace(options[1], seq_len=8), silent)
+    adapt(*options, silent)
+    assert (tmp_path / "out/config.json").exists() and json.loads(file.read_text())["seq_len"] == tiny.SEQ_LEN
+
+
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_what_a_run_began_with_is_not_exchanged(what: str, model: Path, data: Path, tmp_path: Path) -> None:
     folders = {name: shutil.copytree(path, tmp_path / name) for name, path in (("data", data), ("model", model))}

@@ -1,12 +1,12 @@
 """Muon: every matrix takes a step of the same size in all of its directions (Jordan et al. 2024), and that size is
-AdamW's, so that one learning rate does for both (Liu et al., arXiv 2502.16982). What is no matrix stays with AdamW.
+AdamW's, so that one learning rate serves both (Liu et al., arXiv 2502.16982). All other parameters are AdamW's.
 
     m <- b m + (1 - b) g,    u = b m + (1 - b) g
     W <- (1 - lr decay) W - lr size sqrt(max(rows, columns)) orth(u),    orth(U S V^T) = U V^T, nearly
 
-A model has many matrices of few shapes. Those of a shape take their step together, where torch.optim.Muon takes one
+A model has many matrices of few shapes. Those of a shape are updated together, where torch.optim.Muon updates one
 after the other and launches some twenty kernels for each. A matrix whose gradient is zero, such as that of an expert
-who saw no token, takes none: orth forgets how small its mean has become.
+without tokens, is not updated: orth does not depend on the size of the momentum, however small it has become.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ MOMENTUM = 0.95  # b
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values come near 1
 STEPS = 5  # of Newton and Schulz
 SIZE = 0.2  # the root mean square of what AdamW moves a weight by, in learning rates
-AT_ONCE = 1 << 28  # weights, at most, that take their step together: some gigabytes beside the model
+AT_ONCE = 1 << 28  # weights, at most, that are updated together: some gigabytes beside the model
 
 
 class Muon(torch.optim.AdamW):
-    """Groups with `matrices` are Muon's, each of one shape; the others AdamW's."""
+    """Groups with `matrices` are Muon's, each of one shape; the others are AdamW's."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -34,8 +34,8 @@ class Muon(torch.optim.AdamW):
         every = self.param_groups
         for group in every:
             if group.get("matrices"):
-                for weights in _pieces([weight for weight in group["params"] if weight.grad is not None]):
-                    self._turn(weights, group["lr"], group["weight_decay"])
+                for weights in _chunks([weight for weight in group["params"] if weight.grad is not None]):
+                    self._update(weights, group["lr"], group["weight_decay"])
         self.param_groups = [group for group in every if not group.get("matrices")]
         try:
             super().step()
@@ -43,9 +43,9 @@ class Muon(torch.optim.AdamW):
             self.param_groups = every
         return loss
 
-    def _turn(self, weights: list[Tensor], rate: float, decay: float) -> None:
+    def _update(self, weights: list[Tensor], rate: float, decay: float) -> None:
         slopes: list[Any] = [weight.grad for weight in weights]
-        means = [self._mean(weight) for weight in weights]
+        means = [self._momentum(weight) for weight in weights]
         torch._foreach_lerp_(means, slopes, 1 - MOMENTUM)
         kind = torch.bfloat16 if weights[0].is_cuda else weights[0].dtype
         ahead = torch.stack([slope.lerp(mean, MOMENTUM).to(kind) for slope, mean in zip(slopes, means, strict=True)])
@@ -54,17 +54,17 @@ class Muon(torch.optim.AdamW):
         torch._foreach_mul_(weights, 1 - rate * decay)
         torch._foreach_add_(weights, list(turned), alpha=-rate * SIZE * max(weights[0].shape[-2:]) ** 0.5)
 
-    def _mean(self, weight: Tensor) -> Tensor:
+    def _momentum(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         if not state:
-            state["step"] = torch.zeros(())  # which AdamW asks every state for
+            state["step"] = torch.zeros(())  # AdamW expects it in every state
             state["momentum"] = torch.zeros_like(weight)
         found: Tensor = state["momentum"]
         return found
 
 
 def muon(model: Any, decayed: set[str], args: Any) -> Muon:
-    """For a model, by transformers' TrainingArguments."""
+    """For a model, with the settings of transformers' TrainingArguments."""
     return Muon(
         groups(model, decayed, args.weight_decay), lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon, fused=args.device.type == "cuda",
@@ -73,8 +73,8 @@ def muon(model: Any, decayed: set[str], args: Any) -> Muon:
 
 def groups(model: Any, decayed: set[str], decay: float) -> list[dict[str, Any]]:
     """Of a model's weights: its matrices but embeddings and head by their shape, the rest by whether it decays."""
-    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    ids = {id(end.weight) for end in (*ends, model.get_output_embeddings()) if end is not None}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ids = {id(each.weight) for each in (*embeddings, model.get_output_embeddings()) if each is not None}
     found: dict[tuple[Any, ...], list[Tensor]] = {}
     for name, weight in model.named_parameters():
         if weight.requires_grad:
@@ -99,8 +99,8 @@ def orthogonal(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _pieces(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """All of one shape: as many at a time as may be."""
+def _chunks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """All are of one shape: as many at a time as AT_ONCE allows."""
     count = max(1, AT_ONCE // weights[0].numel()) if weights else 1
     for at in range(0, len(weights), count):
         yield weights[at : at + count]

@@ -1,7 +1,8 @@
 """A training run: open its data, resume from a checkpoint where there is one, train, and write the model."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def run_training(
     """Train the task that `make(data, arguments)` returns; returns the last evaluation, on how many tokens it was
     trained, and whether this is the main rank. `out` is written to when all checks are made.
     """
-    with quiet(), _recompile_limit(64) if options.compiled else nullcontext():
+    with quiet(), _compiling() if options.compiled else nullcontext():
         args = arguments(options, out / folder.CHECKPOINTS)
         checkpoint = folder.newest_checkpoint(out / folder.CHECKPOINTS)
         data = TrainingData.open(options, args.world_size)
@@ -108,11 +109,14 @@ def run_training(
     return {"main": args.process_index == 0, "tokens": options.steps * options.batch * options.seq_len, **last}
 
 
-def _recompile_limit(limit: int) -> Any:
+@contextmanager
+def _compiling() -> Iterator[None]:
     """Layers of a class share their compiled code, a variant for each wiring, seam, training and evaluating: torch
-    would compile 8 variants, and run the others uncompiled.
+    would compile 8 variants, and run the others uncompiled. Dynamo reads `.grad` of all tensors, and torch warns of it.
     """
-    return torch._dynamo.config.patch(recompile_limit=limit)
+    with torch._dynamo.config.patch(recompile_limit=64), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield
 
 
 def compile_layers(model: Any) -> None:

@@ -3,6 +3,7 @@
 import math
 import random
 import shutil
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -250,7 +251,9 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         of the hub, under which Trainer finds none of them, and refuses generation configs that it holds for invalid.
         """
         if hasattr(self.model, "peft_config"):
-            super()._save(output_dir, state_dict)
+            with warnings.catch_warnings():  # peft looks for the config of a model that exists in memory only
+                warnings.filterwarnings("ignore", "Could not find a config file", UserWarning)
+                super()._save(output_dir, state_dict)
             return
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
