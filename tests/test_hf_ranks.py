@@ -222,7 +222,7 @@ def test_generation() -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     found = [model.generate(**inputs, use_cache=use_cache, **options) for use_cache in (True, False)]
     assert torch.equal(*found) and found[0].shape == (3, 17)
-    with pytest.raises(LadderError, match="a cache of 9 lines for 18 of the emulated ranks: use use_cache=False"):
+    with pytest.raises(LadderError, match="the cache has 9 sequences, the emulated ranks have 18: use use_cache=False"):
         model.generate(**inputs, num_beams=3, **options)
     assert model.generate(**inputs, num_beams=3, use_cache=False, **options).shape == (3, 17)
 
@@ -236,7 +236,7 @@ def test_staleness_beside_drift() -> None:
     assert close(mixed[0.0], standard, FORWARD) and close(mixed[1.0], ladder, FORWARD)
     assert min((mixed[0.5] - end).abs().max() for end in (standard, ladder)) > 1e-3
     model = rewire(host("llama"), "desync-3x:2 ladder:2", [1, 1, 0, 0], ranks=2)
-    with pytest.raises(LadderError, match=r"layer 0 keeps sums local .* must be 1, not 0.5"):
+    with pytest.raises(LadderError, match=r"layer 0 keeps partial sums local .* must be 1, not 0.5"):
         set_staleness(model, 0.5)
     set_staleness(model, [1, 1, 0.5, 0.5])
     assert close(model(tokens()).logits, mixed[0.5], FORWARD) and model.config.wiring_ranks == 2
@@ -272,13 +272,13 @@ def test_adapters() -> None:
 
 
 @pytest.mark.parametrize("name, text, ranks, message", [
-    ("gemma2", "desync-2x", 2, "gemma2 cannot be shared by emulated ranks: those that can are llama, mistral, qwen2"),
-    ("mixtral", "ladder", 2, "mixtral cannot be shared by emulated ranks"),
+    ("gemma2", "desync-2x", 2, "gemma2 cannot be divided among emulated ranks: those that can are llama, mistral, qwen2"),
+    ("mixtral", "ladder", 2, "mixtral cannot be divided among emulated ranks"),
     ("llama", "desync-2x", 3, "3 ranks cannot share 4 heads, 2 key/value heads and ffn 48 evenly"),
     ("llama", "desync-2x", 0, "the number of ranks must be a whole number from 1, not 0"),
     ("llama", "desync-2x", 2.0, "the number of ranks must be a whole number from 1, not 2.0"),
-    ("llama", "none", 2, "wiring 'none' ends with sums that are kept local"),
-    ("llama", "desync-3x", 2, "each of 2 ranks would answer from a stream of its own"),
+    ("llama", "none", 2, "wiring 'none' ends with partial sums that are kept local"),
+    ("llama", "desync-3x", 2, "each of 2 ranks would have other logits"),
 ])  # fmt: skip
 def test_refused(name: str, text: str, ranks: Any, message: str) -> None:
     """Before anything is changed."""
@@ -294,7 +294,7 @@ def test_packed_texts_are_refused() -> None:
     """Where the attention runs once for each rank: their ends are no lines of a batch."""
     ends = {"cu_seq_lens_q": torch.tensor([0, 5, 11]), "use_cache": False}
     rewire(host("llama"), "desync-2x", ranks=2)(tokens(), **ends)
-    with pytest.raises(LadderError, match="several texts in one line"):
+    with pytest.raises(LadderError, match="cannot run packed sequences"):
         rewire(host("llama"), "desync-4x", ranks=2)(tokens(), **ends)
 
 

@@ -259,7 +259,7 @@ def test_a_wiring_that_depends_on_its_ranks(data: Path, tmp_path: Path) -> None:
     (2, "--tp 2 --recompute", "--recompute would repeat the all-reduces of --tp: leave one out"),
     (2, "--tp 2 --compile yes", "--compile yes compiles the layers of transformers"),
     (2, "--tp 2 --ranks 2", "--ranks emulates tensor-parallel ranks, and --tp has real ones: leave one out"),
-    (2, "--tp 2 --wiring none", "'none' ends with sums that are kept local"),
+    (2, "--tp 2 --wiring none", "'none' ends with partial sums that are kept local"),
     (4, "--tp 2 --batch 7", "a batch of 7 sequences cannot be divided evenly by 2 ranks"),
     (2, "--tp 2 --batch 5000", "a step needs 80000, and an evaluation"),
 ])  # fmt: skip
