@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         metadata = PrefillMetadata.of(tokens.shape, cache, slots, self.config, self.ropes)
         if last is None:
             every: Tensor = self.run(ops, tokens.flatten(), metadata, cache, None)
-            return every.unflatten(0, (len(tokens), -1))
+            return every.view(*tokens.shape, -1)
         rows = torch.arange(len(last), device=last.device) * tokens.shape[1] + last
         return self.run(ops, tokens.flatten(), metadata, cache, rows).unsqueeze(1)
 

@@ -15,7 +15,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ladder"
 # A module imports only from rows above its own, or from its own room.
 ROWS = ["errors", "options", "files", "progress", "devices", "jit", "wiring", "comm", "config", "residual", "layers"]
-ROWS += ["kernels", "model", "plotting", "perf", "checkpoint", "engine", "hf", "data", "scan", "train", "bench", "report"]
+ROWS += [
+    "kernels",
+    "model",
+    "plotting",
+    "perf",
+    "checkpoint",
+    "engine",
+    "hf",
+    "data",
+    "scan",
+    "train",
+    "bench",
+    "report",
+]
 ROWS += ["cli", "__main__"]
 COMMUNICATING = {"comm", "residual", "engine", "train", "bench"}
 WITHOUT_TORCH = ["ladder", "ladder.wiring", "ladder.comm.link", "ladder.config", "ladder.perf.plan", "ladder.cli"]

@@ -30,8 +30,8 @@ from tests.tolerance import moved, trained
 LIMIT = 120.0  # seconds for what would otherwise hang
 SEQ_LEN, BATCH = 16, 8
 VOCABULARY = 300
-SHAPE = (3, 48, WINDOW)  # of `model` below: layers, longest product, tokens
-TINY = (4, 128, WINDOW)  # of the size `tiny`
+SHAPE = (3, 48, SEQ_LEN)  # of `model` below: layers, longest product, tokens
+TINY = (4, 128, SEQ_LEN)  # of the size `tiny`
 _WORDS = ("never", "wait", "for", "the", "network", "ladder", "of", "sums", "and", "streams", "over", "ranks", "read")
 
 

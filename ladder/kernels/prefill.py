@@ -103,4 +103,5 @@ def grouped_experts(block: ExpertMLP, x: Tensor, numbers: Tensor, weights: Tenso
     inner = activate(inner, block.activation, gated=True)
     each = F.grouped_mm(inner, down.view(block.local, x.shape[1], -1).transpose(1, 2), offs=ends)
     each = (each * weights.flatten()[order, None]).masked_fill((expert == block.local)[:, None], 0)
-    return torch.empty_like(each).index_copy(0, order, each).unflatten(0, (len(x), -1)).sum(1).to(x.dtype)
+    by_row = torch.empty_like(each).index_copy(0, order, each).view(len(x), block.top_k, -1)
+    return by_row.sum(1).to(x.dtype)
