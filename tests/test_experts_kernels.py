@@ -156,6 +156,7 @@ def test_activations(rows: int, activation: str) -> None:
 @pytest.mark.parametrize("rows", BATCHES)
 def test_expert_down(rows: int, top_k: int, share: str, dtype: torch.dtype) -> None:
     (first, local), outputs, ffn = SHARES[share], 72, 50
+    config = ExpertConfig(16, 32, ahead=2) if rows == 1 else None
     down = drawn(8, dtype, local * outputs, ffn, scale=ffn**-0.5)
     for made, plus in ((True, None), (True, drawn(9, dtype, rows, outputs)), (False, None))[: 3 if rows == 1 else 2]:
         routing = some_routing(rows, top_k, made, normalize=made)
@@ -168,8 +169,8 @@ def test_expert_down(rows: int, top_k: int, share: str, dtype: torch.dtype) -> N
         )
         hidden[~mine] = float("nan")  # what expert_up left unwritten
         with poisoned():
-            found = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL)
-            again = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL)
+            found = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL, config)
+            again = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL, config)
         assert found.dtype is dtype and torch.equal(found, again)
         if plus is None and not mine.any():
             assert not found.any()
