@@ -13,6 +13,7 @@ from torch import Tensor
 from ladder.jit import PRESENT
 from ladder.kernels.experts import expert_down, expert_down_reference, expert_up, expert_up_reference
 from ladder.kernels.router import (
+    RANKED,
     ExpertConfig,
     Routing,
     choose,
@@ -67,7 +68,7 @@ def assert_near(found: Tensor, expected: Tensor, terms: int) -> None:
     assert distance.item() <= eps, f"{distance.item():.1e} apart, more than {eps:.1e}"  # also refuses NaN
 
 
-def some_routing(rows: int, top_k: int, normalize: bool = True, made: bool = True) -> Routing:
+def some_routing(rows: int, top_k: int, made: bool = True, normalize: bool = True) -> Routing:
     """A choice in which some rows choose the same experts; `made`: before the next kernels, not by them."""
     logits = drawn(rows + top_k, torch.float32, rows, EXPERTS)
     logits[: rows // 2, 1] += 4
@@ -124,10 +125,11 @@ def test_nan_logits_give_experts_that_exist_and_nan_weights() -> None:
 @pytest.mark.parametrize("rows", BATCHES)
 def test_expert_up(rows: int, top_k: int, share: str, dtype: torch.dtype) -> None:
     (first, local), hidden, ffn = SHARES[share], 72, 50
+    config = ExpertConfig(2, 128, programs=5) if rows == 1 else None
     x, up = drawn(4, dtype, rows, hidden), drawn(5, dtype, local * 2 * ffn, hidden, scale=hidden**-0.5)
     for routing in (some_routing(rows, top_k), some_routing(rows, top_k, made=False))[: 2 if rows == 1 else 1]:
         with poisoned():
-            found = expert_up(x, up, routing, first, local, "silu", PDL)
+            found = expert_up(x, up, routing, first, local, "silu", PDL, config)
         known = exact(routing)
         assert known.numbers is not None
         expected = expert_up_reference(x.double(), up.double(), known, first, local, "silu")
@@ -141,9 +143,10 @@ def test_expert_up(rows: int, top_k: int, share: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("rows", [1, 3])
 def test_activations(rows: int, activation: str) -> None:
     hidden, ffn, routing = 16, 20, some_routing(rows, 2)
+    config = ExpertConfig(8, 16, programs=3) if rows == 1 else None
     x, up = drawn(6, torch.float32, rows, hidden), drawn(7, torch.float32, EXPERTS * 2 * ffn, hidden)
     with poisoned():
-        found = expert_up(x, up, routing, 0, EXPERTS, activation, PDL)
+        found = expert_up(x, up, routing, 0, EXPERTS, activation, PDL, config)
     expected = expert_up_reference(x.double(), up.double(), exact(routing), 0, EXPERTS, activation)
     assert_near(found, expected, 2 * hidden)
 
@@ -153,9 +156,10 @@ def test_activations(rows: int, activation: str) -> None:
 @pytest.mark.parametrize("rows", BATCHES)
 def test_expert_down(rows: int, top_k: int, share: str, dtype: torch.dtype) -> None:
     (first, local), outputs, ffn = SHARES[share], 72, 50
+    config = ExpertConfig(16, 32, ahead=2) if rows == 1 else None
     down = drawn(8, dtype, local * outputs, ffn, scale=ffn**-0.5)
     for made, plus in ((True, None), (True, drawn(9, dtype, rows, outputs)), (False, None))[: 3 if rows == 1 else 2]:
-        routing = some_routing(rows, top_k, normalize=made, made=made)
+        routing = some_routing(rows, top_k, made, normalize=made)
         known = exact(routing)
         assert known.numbers is not None
         mine = (known.numbers >= first) & (known.numbers < first + local)
@@ -165,8 +169,8 @@ def test_expert_down(rows: int, top_k: int, share: str, dtype: torch.dtype) -> N
         )
         hidden[~mine] = float("nan")  # what expert_up left unwritten
         with poisoned():
-            found = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL)
-            again = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL)
+            found = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL, config)
+            again = expert_down(hidden, down, routing, first, local, plus, 4, 0.5, PDL, config)
         assert found.dtype is dtype and torch.equal(found, again)
         if plus is None and not mine.any():
             assert not found.any()
@@ -181,7 +185,7 @@ def test_tiles_that_do_not_fit(rows: int) -> None:
     known = exact(routing)
     x, up = drawn(11, torch.float32, rows, hidden), drawn(12, torch.float32, EXPERTS * 2 * ffn, hidden, scale=0.1)
     down = drawn(13, torch.float32, EXPERTS * hidden, ffn, scale=0.1)
-    for config in (ExpertConfig(32, 16, 2, 4), ExpertConfig(64, 32, 3, 8, ahead=3)):
+    for config in (ExpertConfig(32, 16, 2, 4, programs=3), ExpertConfig(64, 32, 3, 8, ahead=3, programs=12)):
         with poisoned():
             inner = expert_up(x, up, routing, 0, EXPERTS, "silu", PDL, config)
             found = expert_down(inner, down, routing, 0, EXPERTS, None, 1, 1.0, PDL, config)
@@ -231,3 +235,11 @@ def test_configurations(hidden: int, ffn: int, experts: int, top_k: int, batch: 
             assert kernel == "down" or config.depth >= inputs
         else:
             assert config.rows >= 16 * (1 + (kernel == "up")) and config.depth >= 16
+
+
+def test_one_row_of_very_many_experts_is_routed_by_a_kernel_of_its_own() -> None:
+    x, router = drawn(18, torch.float32, 1, 24), drawn(19, torch.float32, RANKED + 3, 24)
+    found, expected = route(x, router, 3, False, PDL), route_reference(x.double(), router.double(), 3, False)
+    assert found.numbers is not None and found.weights is not None and expected.weights is not None
+    assert torch.equal(found.numbers, expected.numbers)
+    assert_near(found.weights, expected.weights, 4 * 24)

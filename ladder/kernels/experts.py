@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
-from ladder.kernels.router import PROGRAMS, ExpertConfig, Routing, expert_config, local_choice
+from ladder.kernels.router import ExpertConfig, Routing, expert_config, local_choice
 from ladder.layers.activation import activate
 
 
@@ -38,17 +38,16 @@ def _up_one(x, weight, logits, numbers, weights, out, first, local, N,
     expert = tl.sum(tl.where(it, experts, 0), axis=0)
     choice = tl.sum(tl.where(it, tl.arange(0, KP), 0), axis=0)
     turns = tl.where(mine < count, tl.cdiv(tl.cdiv(N, BN) - begin, programs), 0)
-    gates = weight + expert.to(tl.int64) * 2 * N * K
+    matrix = weight + expert.to(tl.int64) * 2 * N * K
+    j = tl.arange(0, 2 * BN)  # a tile's first half has rows of the gate, the second those of up
     for turn in tl.range(0, turns, num_stages=STAGES):
-        r = (begin + turn * programs) * BN + tl.arange(0, BN)
-        here = (r < N)[:, None] & inside[None, :]
-        at = r.to(tl.int64)[:, None] * K + k[None, :]
-        gate = tl.load(gates + at, mask=here, other=0.0)
-        up = tl.load(gates + N * K + at, mask=here, other=0.0)
-        ya = tl.sum(gate.to(tl.float32) * line[None, :], axis=1)
-        yb = tl.sum(up.to(tl.float32) * line[None, :], axis=1)
-        y = activated(ya, ACT) * yb
-        tl.store(out + choice * N + r, y.to(out.dtype.element_ty), mask=r < N)
+        tile = begin + turn * programs
+        r = tile * BN + j % BN
+        at = (r + j // BN * N).to(tl.int64)[:, None] * K + k[None, :]
+        w = tl.load(matrix + at, mask=(r < N)[:, None] & inside[None, :], other=0.0)
+        gate, up = tl.sum(w.to(tl.float32) * line[None, :], axis=1).reshape(2, BN).permute(1, 0).split()
+        r = tile * BN + tl.arange(0, BN)
+        tl.store(out + choice * N + r, (activated(gate, ACT) * up).to(out.dtype.element_ty), mask=r < N)
 
 
 @triton.jit
@@ -176,7 +175,7 @@ def expert_up(
     c = config or expert_config("up", rows, ffn, width, x.element_size(), most)
     out = x.new_empty(rows, top_k, ffn)
     if rows == 1:
-        _up_one[(max(PROGRAMS, top_k),)](
+        _up_one[(max(c.programs, top_k),)](
             x, up, routing.logits, routing.numbers, routing.weights, out, first, local, ffn,
             K=width, BK=triton.next_power_of_2(width), BN=c.rows, **routing.modes(), ACT=ACTIVATIONS[activation],
             STAGES=c.stages, PDL=pdl, num_warps=c.warps, launch_pdl=pdl,

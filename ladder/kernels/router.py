@@ -23,6 +23,7 @@ class ExpertConfig:
     stages: int = 4
     warps: int = 4
     ahead: int = 0  # tiles that are asked into the L2 cache before the wait: down, one row
+    programs: int = PROGRAMS  # dealt out to the choices: up, one row
 
 
 def expert_config(kernel: str, batch: int, outputs: int, inputs: int, size: int, experts: int) -> ExpertConfig:
