@@ -216,6 +216,11 @@ MEASUREMENTS: dict[str, Measurement] = {
     "70b-4": lambda *on: table(Case("llama-3-70b", 8, 4), FEW_LINKS, FEW_WIRINGS, *on),
     "70b-64": lambda *on: table(Case("llama-3-70b", 8, 64), FEW_LINKS, FEW_WIRINGS, *on),
     "8b": lambda *on: table(Case("llama-3-8b", 1), (), WIRINGS, *on),
+    "mixtral": lambda *on: table(Case("mixtral-8x7b", 1), (), WIRINGS, *on),
+    "mixtral-16": lambda *on: table(Case("mixtral-8x7b", 1, 16), (), WIRINGS, *on),
+    "qwen3-moe": lambda *on: table(Case("qwen3-30b-a3b", 1), (), WIRINGS, *on),
+    "qwen3-moe-16": lambda *on: table(Case("qwen3-30b-a3b", 1, 16), (), WIRINGS, *on),
+    "qwen3-moe-tp4": lambda *on: table(Case("qwen3-30b-a3b", 4), FEW_LINKS, FEW_WIRINGS, *on),
     "405b": lambda *on: table(Case("llama-3.1-405b", 16, layers=63), ("ib_2node_nccl",), WIRINGS, *on),
     "prefill": lambda *on: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", *on),
 }

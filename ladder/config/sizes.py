@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ladder.config.model import ModelConfig
+from ladder.config.model import Experts, ModelConfig
 from ladder.config.rope import Rope
 
 _LLAMA_3 = {"vocab": 128_256, "context": 8192, "rope": Rope(500_000.0)}
@@ -31,6 +31,33 @@ SIZES: dict[str, ModelConfig] = {
     "llama-3.1-70b": _size(8192, 80, 64, 8, 28_672, **_LLAMA_31),  # llama-3-70b, read further
     "176B": _size(14_336, 70, 112, 112, 57_344, vocab=250_880, context=2048),  # BLOOM's dimensions, this architecture
     "llama-3.1-405b": _size(16_384, 126, 128, 8, 53_248, **_LLAMA_31),
+    # with experts
+    "mixtral-8x7b": _size(
+        4096,
+        32,
+        32,
+        8,
+        14_336,
+        vocab=32_000,
+        family="mixtral",
+        context=32_768,
+        rope=Rope(1e6),
+        experts=Experts(8, 2, 14_336),
+    ),
+    "qwen3-30b-a3b": _size(
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        vocab=151_936,
+        family="qwen3_moe",
+        head_dim=128,
+        context=40_960,
+        rope=Rope(1e6),
+        norm_eps=1e-6,
+        experts=Experts(128, 8, 768),
+    ),
     # small ones people have
     "llama-3.2-1b": _size(2048, 16, 32, 8, 8192, **_LLAMA_32),
     "llama-3.2-3b": _size(3072, 28, 24, 8, 8192, **_LLAMA_32),
