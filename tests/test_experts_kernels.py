@@ -199,6 +199,7 @@ def test_tiles_that_do_not_fit(rows: int) -> None:
 def test_routed_experts(rows: int) -> None:
     """All kernels in a row, the choice made wherever `route` leaves it, on two ranks that have half of the experts."""
     hidden, ffn, top_k = 24, 20, 2
+    config = ExpertConfig(2, 32, programs=9) if rows == 1 else None
     x, router = drawn(14, torch.float32, rows, hidden), drawn(15, torch.float32, EXPERTS, hidden)
     up, down = drawn(16, torch.float32, EXPERTS * 2 * ffn, hidden), drawn(17, torch.float32, EXPERTS * hidden, ffn)
     terms = []
@@ -206,7 +207,7 @@ def test_routed_experts(rows: int) -> None:
         with poisoned():
             routing = route(x, router, top_k, True, PDL)
             mine = slice(first * 2 * ffn, (first + 3) * 2 * ffn)
-            inner = expert_up(x, up[mine], routing, first, 3, "silu", PDL)
+            inner = expert_up(x, up[mine], routing, first, 3, "silu", PDL, config)
             mine = slice(first * hidden, (first + 3) * hidden)
             terms.append(expert_down(inner, down[mine], routing, first, 3, None, 1, 1.0, PDL))
     known = route_reference(x.double(), router.double(), top_k, True)
