@@ -173,8 +173,9 @@ def test_old_and_new_rope_keys_mean_the_same() -> None:
     oldest = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     new = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}}
     expected = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert {Rope.from_hf(raw, 131_072) for raw in (old, oldest, new)} == {expected}
-    assert Rope.from_hf(expected.to_hf() and {"rope_parameters": expected.to_hf()}, 1) == expected
+    plain = {key: value for key, value in ModelConfig.named("tiny").to_hf().items() if key != "rope_parameters"}
+    assert {ModelConfig.from_hf({**plain, **raw}).rope for raw in (old, oldest, new)} == {expected}
+    assert Rope.from_hf(expected.to_hf(), 1) == expected
 
 
 def test_llama3_frequencies_at_the_published_settings() -> None:
