@@ -35,6 +35,10 @@ HYBRIDS = (
     ("ladder-2", "parallel", "none", "parallel"),
 )
 PATTERNS = (*((name,) * 4 for name in WIRINGS), *HYBRIDS)
+SETTINGS = (
+    *("activation", "rope", "local_rope", "no_rope", "windows", "parallel", "attention_scale", "query_scalar"),
+    *("attention_softcap", "logit_softcap", "embed_scale", "residual_scale", "logit_divisor"),
+)
 LENGTH = 12  # longer than any of the windows
 EXPERTS = [name for name in NAMES if families.FAMILIES[name][0] in ("mixtral", "qwen3_moe")]
 
@@ -114,10 +118,6 @@ def settings() -> Iterator[tuple[str, str, Any]]:
                     yield name, field.name, value
 
 
-SETTINGS = ("activation", "rope", "local_rope", "no_rope", "windows", "parallel", "attention_scale", "query_scalar")
-SETTINGS += ("attention_softcap", "logit_softcap", "embed_scale", "residual_scale", "logit_divisor")
-
-
 @pytest.mark.parametrize("name, field, plain", settings(), ids=str)
 def test_each_setting_moves_the_logits(name: str, field: str, plain: Any) -> None:
     """Else the comparison would not notice its absence."""
@@ -165,5 +165,5 @@ def test_the_experts_habits_move_the_logits() -> None:
     rows = ("standard",) * config.layers
     with_it = oracle.logits(config, weights, tokens, rows, 1)
     for change in ({"normalize": False}, {"top_k": 1}):
-        other = replace(config, experts=replace(config.experts, **change))  # type: ignore[arg-type]
+        other = replace(config, experts=replace(config.experts, **change))
         assert apart(oracle.logits(other, weights, tokens, rows, 1), with_it) > 100 * tolerance(config)
