@@ -13,7 +13,7 @@ from torch import Tensor
 from ladder.jit import PRESENT
 from ladder.kernels.experts import expert_down, expert_down_reference, expert_up, expert_up_reference
 from ladder.kernels.router import (
-    RANKED,
+    FEW,
     ExpertConfig,
     Routing,
     choose,
@@ -239,7 +239,7 @@ def test_configurations(hidden: int, ffn: int, experts: int, top_k: int, batch: 
 
 
 def test_one_row_of_very_many_experts_is_routed_by_a_kernel_of_its_own() -> None:
-    x, router = drawn(18, torch.float32, 1, 24), drawn(19, torch.float32, RANKED + 3, 24)
+    x, router = drawn(18, torch.float32, 1, 24), drawn(19, torch.float32, FEW + 3, 24)
     found, expected = route(x, router, 3, False, PDL), route_reference(x.double(), router.double(), 3, False)
     assert found.numbers is not None and found.weights is not None and expected.weights is not None
     assert torch.equal(found.numbers, expected.numbers)

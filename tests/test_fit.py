@@ -318,7 +318,7 @@ def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, 
 @pytest.mark.parametrize("changes, message", [
     ({"wiring": "standard"}, "the wiring is standard, as the model is: there is nothing to fit"),
     ({"wiring": "rope"}, "unknown wiring 'rope'"),
-    ({"wiring": "desync-2x"}, "'desync-2x' leaves partial sums on their ranks, each of which would need weights of its"),
+    ({"wiring": "desync-2x"}, "'desync-2x' leaves partial sums on their ranks, each of which would need weights of"),
     ({"model": "fitted"}, "is wired already: name its original"),
     ({"model": "nothing"}, "nothing is neither a directory nor the name of a model"),
     ({"out": "model"}, "is there already: name a new folder"),

@@ -108,7 +108,8 @@ class FusedModel:
         graph = self._graphs.captured(batch)
         for block in blocks:
             del block.forward  # the class has its own
-        inputs = torch.tensor([[1] * batch, list(range(batch)), [context - 1] * batch], device=self._device)
+        # different tokens, which choose different experts
+        inputs = torch.tensor([list(range(batch)), list(range(batch)), [context - 1] * batch], device=self._device)
         return lambda: graph.replay(inputs)[0]
 
     def prompt(self, tokens: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ladder.jit import tl, triton
 from ladder.kernels.device import let_others_start, product, wait_for_others
 
-RANKED = 256  # experts up to which every program ranks the logits by itself: it compares each with each
+FEW = 16  # experts up to which every program makes the choice by itself: cheaper than another launch
 PROGRAMS = 256  # two on each multiprocessor
 SHARED = 100 * 1024  # bytes of shared memory for one program's tiles under way, so that two programs find room
 
@@ -109,21 +109,26 @@ def _logits(x, router, out, M, E, K: tl.constexpr, BK: tl.constexpr, BE: tl.cons
 @triton.jit
 def _choice(logits, E: tl.constexpr, EP: tl.constexpr, CHOICES: tl.constexpr, KP: tl.constexpr,
             NORMALIZE: tl.constexpr):  # fmt: skip
-    """Of one row: the chosen experts' numbers and weights, [KP] each; by rank, not one after the other.
+    """Of one row: the chosen experts' numbers and weights, [KP] each, the likeliest first.
 
-    NaN counts as the largest logit: the numbers are always of experts, and the weights are NaN.
+    A key has the logit in its upper half, as an integer of the same order, and in its lower half what makes the lower
+    number the larger of equals. NaN counts as the largest logit: the numbers are always of experts, the weights NaN.
     """
     e = tl.arange(0, EP)
     k = tl.arange(0, KP)
     x = tl.load(logits + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
-    key = tl.where(x == x, x, float("inf"))
-    mine, other = key[:, None], key[None, :]
-    above = (other > mine) | ((other == mine) & (e[None, :] < e[:, None]))
-    rank = tl.sum(above.to(tl.int32), axis=1)
-    share = tl.exp(x - tl.max(key, axis=0))
+    bits = x.to(tl.int32, bitcast=True)
+    order = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - e).to(tl.int64)
+    key = tl.where(e < E, key, -0x7FFFFFFFFFFFFFFF)
+    numbers = tl.zeros([KP], tl.int32)
+    for choice in tl.static_range(CHOICES):
+        best = tl.max(key, axis=0)
+        numbers = tl.where(k == choice, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32), numbers)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+    share = tl.exp(x - tl.max(tl.where(x == x, x, float("inf")), axis=0))
     share = share / tl.sum(share, axis=0)
-    it = (rank[None, :] == k[:, None]) & (k < CHOICES)[:, None]
-    numbers = tl.sum(tl.where(it, e[None, :], 0), axis=1)
+    it = (numbers[:, None] == e[None, :]) & (k < CHOICES)[:, None]
     weights = tl.sum(tl.where(it, share[None, :], 0.0), axis=1)
     if NORMALIZE:
         weights = weights / tl.sum(weights, axis=0)
@@ -180,7 +185,7 @@ def choose(logits: Tensor, top_k: int, normalize: bool, pdl: bool) -> tuple[Tens
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     _choose[(rows,)](
         logits, numbers, weights, E=experts, EP=triton.next_power_of_2(experts), CHOICES=top_k,
-        KP=triton.next_power_of_2(top_k), NORMALIZE=normalize, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        KP=triton.next_power_of_2(top_k), NORMALIZE=normalize, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return numbers, weights
 
@@ -188,7 +193,7 @@ def choose(logits: Tensor, top_k: int, normalize: bool, pdl: bool) -> tuple[Tens
 def route(x: Tensor, router: Tensor, top_k: int, normalize: bool, pdl: bool) -> Routing:
     """The router's logits, and the choice where the next kernels do not make it themselves."""
     logits = router_logits(x, router, pdl)
-    if len(x) == 1 and logits.shape[1] <= RANKED:
+    if len(x) == 1 and logits.shape[1] <= FEW:
         return Routing(logits, top_k, normalize)
     return Routing(logits, top_k, normalize, *choose(logits, top_k, normalize, pdl))
 

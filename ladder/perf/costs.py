@@ -33,15 +33,16 @@ class RankCosts:
         return self.config.hidden * self.config.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     def mlp(self, rows: int | None = 1) -> float:
-        """Elements of the matrices of a layer's MLP that `rows` tokens read, at most; None: all there are. The mean of
-        the layers, where some have experts.
+        """Elements of the matrices of a layer's MLP that `rows` tokens read; None: all there are. Of experts, as many as
+        so many tokens are expected to choose independently; the mean of the layers with and without.
         """
         c = self.config
         dense = (2 + c.habits.gated) * c.hidden * c.ffn // self.tp
         if c.experts is None:
             return dense
-        chosen = c.experts.count if rows is None else min(c.experts.count, rows * c.experts.top_k)
-        sparse = c.experts.count * c.hidden + chosen * 3 * c.hidden * c.experts.ffn // self.tp
+        missed = 0.0 if rows is None else (1 - c.experts.top_k / c.experts.count) ** rows
+        chosen = c.experts.count * (1 - missed)
+        sparse = c.experts.count * c.hidden + chosen * 3 * c.hidden * c.experts.ffn / self.tp
         return (dense * len(c.experts.dense_layers) + sparse * (c.layers - len(c.experts.dense_layers))) / c.layers
 
     @property
