@@ -33,8 +33,8 @@ class RankCosts:
         return self.config.hidden * self.config.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     def mlp(self, rows: int | None = 1) -> float:
-        """Elements of the matrices of a layer's MLP that `rows` tokens read; None: all there are. Of experts, as many as
-        so many tokens are expected to choose independently; the mean of the layers with and without.
+        """Elements of the matrices of a layer's MLP that `rows` tokens read; None: all there are. Of experts, as many
+        as so many tokens are expected to choose independently; the mean of the layers with and without.
         """
         c = self.config
         dense = (2 + c.habits.gated) * c.hidden * c.ffn // self.tp
