@@ -35,7 +35,7 @@ def test_same_tokens_with_kernels(tmp_path: Path, wiring: str, temperature: floa
     for kernels in (False, True):
         with LLM(directory, device="cuda", max_num_seqs=5, prefill_chunk=64, kernels=kernels) as llm:
             found.append([result.token_ids for result in llm.generate(PROMPTS, params)])
-            passes = llm._executor._model_runner._passes  # type: ignore[attr-defined]
+            passes = llm._executor._runner._passes  # type: ignore[attr-defined]
             assert (passes._graphs is not None) == kernels  # so that equal tokens mean something
     assert found[0] == found[1]
 
