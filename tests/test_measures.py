@@ -65,15 +65,15 @@ def test_a_model_is_no_distance_from_itself(checkpoint: Path, tokens: list[int],
 
 
 def test_progress_and_logits_one_batch_at_a_time(models: dict[str, Any], tokens: list[int]) -> None:
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, str]] = []
     widths: list[tuple[int, ...]] = []
     hook = models["ladder"].register_forward_pre_hook(
         lambda _, __, named: widths.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
-    perplexity(models["ladder"], tokens, window=25, batch=2, progress=lambda *news: told.append(news))
+    perplexity(models["ladder"], tokens, window=25, batch=2, progress=lambda *report: seen.append(report))
     hook.remove()
     assert widths == [(2, 25), (2, 25), (1, (len(tokens) - 1) % 25)]  # the short window unpadded
-    assert told == [(2, 5), (4, 5), (5, 5)]
+    assert seen == [(2, 5, "text"), (4, 5, "text"), (5, 5, "text")]
 
 
 def test_begin_of_a_tokenizer() -> None:
