@@ -71,8 +71,8 @@ class Attention(nn.Module):
             return self.q_norm(q), self.k_norm(k)
         # one norm for all heads: the ranks' sums of squares must be added up, copies of a head counted once
         flat = [x.flatten(1).to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k)]
-        squares = torch.stack([x.square().sum(-1) for x in flat], dim=-1)
-        squares = stream.total(squares * squares.new_tensor([1.0, 1 / self.copies]))
+        q_squares, k_squares = (x.square().sum(-1) for x in flat)
+        squares = stream.total(torch.stack([q_squares, k_squares / self.copies], dim=-1))
         q_mean, k_mean = squares[:, :1] / self.q_norm.width, squares[:, 1:] / self.k_norm.width
         q, k = self.q_norm(q.flatten(1), q_mean).view_as(q), self.k_norm(k.flatten(1), k_mean).view_as(k)
         return q, k
