@@ -1,6 +1,9 @@
-"""What happens when: a communicator that writes down its sums, and a model that writes down its sub-blocks."""
+"""What happens when: a communicator that writes down its all-reduces, and a model that writes down its sub-blocks."""
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
 
 from ladder.comm.base import Comm, Pending
 from ladder.model import Decoder
@@ -9,7 +12,7 @@ Event = tuple[str, int]
 
 
 class Recording:
-    """`inner`, with ("send", i) and ("wait", i) in `log` for sum number i, counted from the embedding's, which is 0."""
+    """`inner`, with ("send", i) and ("wait", i) in `log` for all-reduce number i; the embedding's is 0."""
 
     def __init__(self, inner: Comm, log: list[Event]) -> None:
         self._inner = inner
@@ -35,25 +38,26 @@ class _RecordedSum:
         self._log = log
 
     def wait(self) -> Tensor:
-        """Logged once the sum is there."""
+        """Logged once it is complete."""
         x = self._inner.wait()
         self._log.append(("wait", self._number))
         return x
 
 
 def record_sub_blocks(model: Decoder, log: list[Event]) -> None:
-    """("compute", i) in `log` when sub-block i is done, counted from 1: so where all reduce, sum i is its own."""
-    number = 0
-    for layer in model.layers:
-        for name in ("self_attn", "mlp"):
-            number += 1
-            layer.get_submodule(name).register_forward_hook(_Hook(log, number))
+    """("compute", i) in `log` when sub-block i is computed, counted from 1, as its all-reduce is where all reduce."""
+    outputs = [weight for layer in model.layers for weight in (layer.attention.o_proj, layer.mlp.down_proj)]
+    for number, weight in enumerate(outputs, 1):
+        weight.multiply = _Recorded(weight.multiply, log, number)
 
 
-class _Hook:
-    def __init__(self, log: list[Event], number: int) -> None:
+class _Recorded:
+    def __init__(self, multiply: Callable[..., Tensor], log: list[Event], number: int) -> None:
+        self._multiply = multiply
         self._log = log
         self._number = number
 
-    def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
+    def __call__(self, *arguments: Any) -> Tensor:
+        y = self._multiply(*arguments)
         self._log.append(("compute", self._number))
+        return y

@@ -295,7 +295,7 @@ def test_an_interrupted_step_is_not_gone_on_with(model: Path) -> None:
             pytest.raises(KeyboardInterrupt),
         ):
             llm.poll()
-        with pytest.raises(LadderError, match="broken off"):
+        with pytest.raises(LadderError, match="interrupted"):
             llm.poll()
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ladder.jit import PRESENT
-from ladder.kernels.experts import expert_down, expert_down_reference, expert_up, expert_up_reference
-from ladder.kernels.router import (
+from ladder.kernels.experts.products import expert_down, expert_down_reference, expert_up, expert_up_reference
+from ladder.kernels.experts.router import (
     FEW,
     ExpertConfig,
     Routing,

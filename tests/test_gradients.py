@@ -249,7 +249,7 @@ def backward_log(world: World, text: str) -> list[Event]:
         tokens, targets = batch()
         loss = cross_entropy(model.comm, model(tokens), targets, config.vocab)
         for layer in range(LAYERS):
-            for half, name in enumerate(("self_attn.o_proj", "mlp.down_proj")):
+            for half, name in enumerate(("attention.o_proj", "mlp.down_proj")):
                 weight: Any = model.layers[layer].get_submodule(name).weight
                 weight.register_hook(lambda _, number=2 * layer + half + 1: log.append(("compute", number)))
         log.clear()

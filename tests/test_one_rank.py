@@ -26,7 +26,7 @@ from ladder.engine import graphs
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
 from ladder.kernels.launch import References
-from ladder.kernels.table import SHARED, Gemv, Shape, Skinny, Split, Table, candidates, rule, sound
+from ladder.kernels.table import SHARED, Gemv, Shape, SmallGemm, Split, Table, candidates, rule, sound
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 
@@ -121,7 +121,7 @@ def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pending, Flagged) and pending.flag is None  # who sets no flags is waited for by events
 
 
-@pytest.mark.parametrize("part, output", [("attention", "self_attn.o_proj"), ("mlp", "mlp.down_proj")])
+@pytest.mark.parametrize("part, output", [("attention", "attention.o_proj"), ("mlp", "mlp.down_proj")])
 def test_a_step_without_a_sub_block(part: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives the logits of a model in which that sub-block adds nothing. A graph is the function it captures here."""
 
@@ -187,7 +187,7 @@ def test_configurations_by_rule_fit_a_chip() -> None:
         if isinstance(config, Gemv):
             assert config.rows * width * shape.bytes * (1 + shape.pair) * (config.stages - 1) <= SHARED, shape
         else:
-            assert isinstance(config, Skinny)
+            assert isinstance(config, SmallGemm)
             tile = (config.rows + max(16, shape.batch)) * config.depth * shape.bytes
             assert tile * (config.stages - 1) <= SHARED, shape
             assert shape.inputs % config.splits == 0 and config.early <= shape.inputs // config.splits
@@ -223,9 +223,9 @@ def test_a_table_is_its_lines() -> None:
         (Shape("qkv", 1, 8, 16), Gemv(1, 4, 0, 3)),
         (Shape("qkv", 1, 8, 16), Gemv("many", 4, 256, 3)),  # type: ignore[arg-type]
         (Shape("qkv", 4, 8, 16), Gemv(1, 4, 256, 3)),
-        (Shape("row", 4, 64, 1024), Skinny(64, 128, 4, 5, 4, 0)),
-        (Shape("qkv", 4, 64, 1024), Skinny(64, 128, 8, 5, 4, 256)),
-        (Shape("qkv", 4, 64, 1020), Skinny(64, 128, 8, 5, 4, 0)),
+        (Shape("row", 4, 64, 1024), SmallGemm(64, 128, 4, 5, 4, 0)),
+        (Shape("qkv", 4, 64, 1024), SmallGemm(64, 128, 8, 5, 4, 256)),
+        (Shape("qkv", 4, 64, 1020), SmallGemm(64, 128, 8, 5, 4, 0)),
         (Shape("attend", 1, 1, 64), None),
         (Shape("row", 1, 8, 16), Split(4, 64, 4)),
         (Shape("nonsense", 1, 8, 16), None),
@@ -259,7 +259,7 @@ def test_tuning_refuses(tmp_path: Path, arguments: tuple[str, int, tuple[int, ..
 @pytest.mark.parametrize(
     "program, message",
     [
-        ("one_rank nonsense", "unknown measurement 'nonsense': known are 70b, .*; the nearest is 'prefill'"),
+        ("one_rank nonsense", "unknown measurement 'nonsense': known are 70b, .*; the nearest is 'qwen3-moe'"),
         ("step_trace", r"give a folder, and a link if need be, not 0 arguments: OUT \[LINK\]"),
         ("step_trace new nvlink_ncl", "unknown link 'nvlink_ncl': .*; the nearest is 'nvlink_nccl'"),
         pytest.param(

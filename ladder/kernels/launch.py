@@ -8,11 +8,11 @@ from ladder.kernels.activation import activate_rows
 from ladder.kernels.argmax import argmax, argmax_reference
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
-from ladder.kernels.experts import expert_down, expert_up
+from ladder.kernels.experts.products import expert_down, expert_up
+from ladder.kernels.experts.router import route
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
-from ladder.kernels.router import route
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
 from ladder.kernels.table import MOST, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to

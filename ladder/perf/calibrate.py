@@ -37,7 +37,7 @@ FITTED += (
     "cache",
     "step",
     "launch",
-    "all_reduce",
+    "all_reduce_overhead",
     "smaller",
 )
 FITTED += ("scale", "contention", "contention_growth", "most_contention")

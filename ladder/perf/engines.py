@@ -34,7 +34,7 @@ class Engine:
     prompt: Stage
     cache: float  # how often keys and values are moved beyond being read once, by heads that share them
     step: float  # a step's own overhead
-    all_reduce: float  # seconds of an all-reduce beyond its link's time
+    all_reduce_overhead: float  # seconds of an all-reduce beyond its link's time
     launch: float  # what starting one costs the computation
     contention: (
         float  # of a hidden all-reduce's time, for one token; more by `contention_growth` for each doubling of tokens
@@ -59,7 +59,7 @@ class Engine:
         time = share * link.alpha + size / link.beta
         if name in self.large:
             time = min(time, self.large[name].seconds(size) + link.alpha - LINKS[name].alpha)
-        return time + self.all_reduce
+        return time + self.all_reduce_overhead
 
 
 LINKED = 8  # ranks that the links of a machine were measured with
@@ -77,7 +77,7 @@ ENGINES: dict[str, Engine] = {
         prompt=Stage(115 * US, 30 * US, 0.8, 0.387),
         cache=0.731,
         step=153 * US,
-        all_reduce=0.0,
+        all_reduce_overhead=0.0,
         launch=0.0,
         contention=0.14,
         contention_growth=0.0555,
@@ -103,7 +103,7 @@ ENGINES: dict[str, Engine] = {
         prompt=Stage(35 * US, 5 * US, 0.8, 0.6),
         cache=0.154,
         step=12.2 * US,
-        all_reduce=2.78 * US,
+        all_reduce_overhead=2.78 * US,
         launch=0.31 * US,
         contention=0.0348,
         contention_growth=0.018,

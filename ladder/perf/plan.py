@@ -195,7 +195,7 @@ def predict(d: Deployment) -> dict[str, Any]:
         "exposed_ms": _figure(exposed * 1e3),
         "hidden": None if not comm else _figure(max(0.0, 1 - exposed / comm)),
         "all_reduces": step.account.all_reduces,
-        "all_reduce_us": _figure(step.all_reduce * 1e6),
+        "all_reduce_us": _figure(step.all_reduce_time * 1e6),
         **_parts(part, step),
         "weights_gb": _figure(memory.weights / d.pp / 1e9),
         "cache_gb": _figure(memory.cache / d.pp / 1e9),

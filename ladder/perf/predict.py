@@ -67,7 +67,7 @@ class PredictedPass:
     seconds: float
     parts: Parts
     account: Account
-    all_reduce: float  # seconds of one
+    all_reduce_time: float  # seconds of one
     sending: float  # that all of them cost the computation
 
     @property

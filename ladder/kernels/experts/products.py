@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
-from ladder.kernels.router import ExpertConfig, Routing, expert_config, local_choice
+from ladder.kernels.experts.router import ExpertConfig, Routing, expert_config, local_choice
 from ladder.layers.activation import activate
 
 
