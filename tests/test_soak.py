@@ -132,7 +132,7 @@ def test_two_thousand_requests(tmp_path: Path) -> None:
 def test_no_memory_is_kept(tmp_path: Path) -> None:
     """By ranks in this process, where every object is seen: a request leaves less than the smallest object behind."""
     chance = random.Random(1)
-    with threaded(tiny(tmp_path, "ladder", eos=(), layers=2), tp=2, batch=SLOTS, chunk=64) as llm:
+    with threaded(tiny(tmp_path, "ladder", eos=(), layers=2), tp=2, max_num_seqs=SLOTS, prefill_chunk=64) as llm:
         tracemalloc.start()
         try:
             used = []

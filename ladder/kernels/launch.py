@@ -133,7 +133,7 @@ class Kernels:
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
         up, down, router = block.up_proj.dense, block.down_proj.dense, block.router.dense
-        if up is None or down is None or router is None or len(x) > MOST:
+        if up is None or down is None or len(x) > MOST:
             return References().experts(x, block, plus, divisor)
         routing = route(x, router, block.top_k, block.normalize, self.pdl)
         hidden = expert_up(x, up, routing, block.first, block.local, block.activation, self.pdl)

@@ -94,6 +94,7 @@ def grouped_experts(block: ExpertMLP, x: Tensor, numbers: Tensor, weights: Tenso
     sorted by their experts, those of other ranks' experts last.
     """
     up, down = block.up_proj.dense, block.down_proj.dense
+    assert up is not None and down is not None
     local = numbers.flatten() - block.first
     elsewhere = (local < 0) | (local >= block.local)
     expert, order = local.masked_fill(elsewhere, block.local).sort(stable=True)

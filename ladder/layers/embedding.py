@@ -78,7 +78,6 @@ class Head(VocabularyRows):
         super().__init__(config.names.head, config, comm, dtype, weight)
         self.divisor, self.cap = config.logit_divisor, config.logit_softcap
         self.outputs, self.inputs = self.weight.shape
-        self.nbytes = self.weight.numel() * self.weight.element_size()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., step]; joined over the ranks and cut to the vocabulary, these are the logits."""

@@ -10,8 +10,8 @@ from ladder.layers.activation import activate
 from ladder.layers.cache import KVCache, Metadata
 from ladder.layers.norm import new_norm
 from ladder.layers.ops import Ops
-from ladder.layers.shard import part
-from ladder.layers.weight import Piece, new_weight
+from ladder.layers.shard import Piece, part
+from ladder.layers.weight import Dense, new_weight
 from ladder.residual import ResidualStream
 from ladder.wiring import SubBlock
 
@@ -40,7 +40,7 @@ class ExpertMLP(nn.Module):
         self.width = inner.stop - inner.start
         everything = slice(0, hidden)
         router = Piece(prefix + names.router, (experts.count, hidden), slice(0, experts.count), everything, 0)
-        self.router = new_weight("dense", experts.count, hidden, False, dtype, [router])
+        self.router = Dense(experts.count, hidden, False, dtype, [router])
         up, down = [], []
         for number, expert in enumerate(range(mine.start, mine.stop)):
             for half, name in enumerate(names.expert_up):

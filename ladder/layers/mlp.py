@@ -8,8 +8,8 @@ from ladder.config import ModelConfig
 from ladder.layers.cache import KVCache, Metadata
 from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
-from ladder.layers.shard import part
-from ladder.layers.weight import Piece, new_weight
+from ladder.layers.shard import Piece, part
+from ladder.layers.weight import new_weight
 from ladder.residual import ResidualStream
 from ladder.wiring import SubBlock
 

@@ -5,7 +5,7 @@ storage format is a class that keeps the protocol `Weight`, and a row in FORMATS
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,19 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ladder.errors import LadderError
-from ladder.layers.shard import Shard
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where some rows of a rank's matrix come from: `rows` x `columns` of the checkpoint's matrix `name`."""
-
-    name: str  # without its suffix: ...q_proj
-    shape: tuple[int, int]  # of the checkpoint's matrix, [outputs, inputs]
-    rows: slice
-    columns: slice
-    at: int  # the first of the rank's rows that they become
-    transposed: bool = False  # the checkpoint has it as [inputs, outputs]
+from ladder.layers.shard import Piece, Shard, StoredWeight
 
 
 class Weight(Protocol):
@@ -52,25 +40,15 @@ class Weight(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
 
-    @property
-    def nbytes(self) -> int:
-        """What is read to multiply by it."""
-        ...
 
-
-class Dense(nn.Module):
+class Dense(StoredWeight):
     """A matrix as it is, in the model's dtype."""
-
-    bias: nn.Parameter | None
 
     def __init__(
         self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
     ) -> None:
-        super().__init__()
-        self.outputs, self.inputs, self.groups = outputs, inputs, groups
-        self.pieces = tuple(pieces)
+        super().__init__(outputs, inputs, bias, dtype, pieces, groups)
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
 
     def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
         if group is None:
@@ -96,17 +74,13 @@ class Dense(nn.Module):
     def dense(self) -> Tensor:
         return self.weight
 
-    @property
-    def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters())
 
-
-FORMATS: dict[str, type[Dense]] = {"dense": Dense}
+FORMATS: dict[str, type[StoredWeight]] = {"dense": Dense}
 
 
 def new_weight(
     form: str, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
-) -> Dense:
+) -> StoredWeight:
     """A matrix in the storage format `form`, not yet filled."""
     if form not in FORMATS:
         raise LadderError(f"quantized weights ({form}) are not supported: save the model in bfloat16 or float32 first")
