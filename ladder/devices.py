@@ -1,4 +1,4 @@
-"""Devices by their names, checked before anything is put on them; which dtypes a CPU has."""
+"""Devices by name, checked before they are used; which dtypes a CPU supports."""
 
 import warnings
 

@@ -1,6 +1,4 @@
-"""The exceptions that are the user's business: the command line prints their text and exits. And the nearest choice,
-which a refusal names.
-"""
+"""Errors with a message for the user: the command line prints it and exits. And the nearest known name."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""Folders that must be new, and files that appear under their names only when they are whole."""
+"""New folders, and atomic writing: a file appears under its name only when it is complete."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Triton where it is installed. Kernels take it from here, so that the references beside them work without it."""
+"""Triton, where it is installed. Kernels import it from here, so that their references work without it."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Absent:
-    """Enough of Triton for a file of kernels to be read. Nobody launches one who has looked at PRESENT."""
+    """Enough of Triton to import a file of kernels. Callers check PRESENT before they launch one."""
 
     constexpr: Any = None
 

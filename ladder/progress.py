@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""Progress of long work, on standard error."""
 
 from collections.abc import Callable
 

@@ -1,16 +1,16 @@
-"""Wirings: what each sub-block of a decoder reads, and what becomes of the partial sum it leaves. No torch here.
+"""Wirings: what each sub-block of a decoder reads, and what happens to its partial sum. No torch here.
 
 A decoder is a sequence of sub-blocks (attention, MLP, attention, MLP, ...) around one residual stream. Two facts per
 sub-block describe every published wiring:
 
-    lag   how many sums may still be on the wire when the sub-block reads the stream
-    out   what becomes of its own partial sum: reduce it over the ranks, hold it for the next one, keep it local
+    lag   how many all-reduces may still be in flight when the sub-block reads the stream
+    out   what happens to its own partial sum: reduce it over the ranks, hold it for the next one, keep it local
 
 A row of the table is a cycle of such pairs, repeated over the sub-blocks of a run of layers:
 
-    standard     (0 reduce)                 every sub-block waits for the sum before it
-    parallel     (0 hold, 0 reduce)         attention and MLP read the same stream and share one sum (PaLM)
-    ladder       (1 reduce)                 every sum travels while the next sub-block computes
+    standard     (0 reduce)                 every sub-block waits for the all-reduce before it
+    parallel     (0 hold, 0 reduce)         attention and MLP read the same stream and share one all-reduce (PaLM)
+    ladder       (1 reduce)                 every all-reduce runs while the next sub-block computes
     ladder-N     (N reduce)                 ... while the next N sub-blocks compute
     ladder-A-M   (A reduce, M reduce)       lag A for attention, lag M for the MLP
     desync-Nx    (0 local) x (N-1), 0 reduce
@@ -30,7 +30,7 @@ from ladder.errors import LadderError
 
 
 class Out(StrEnum):
-    """What becomes of a sub-block's partial sum."""
+    """What happens to a sub-block's partial sum."""
 
     REDUCE = "reduce"  # sum it over the ranks, together with whatever was held or has drifted
     HOLD = "hold"  # keep it out of the stream and send it together with the next one

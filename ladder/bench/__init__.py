@@ -1,1 +1,1 @@
-"""Programs that measure, each with its data: JSON lines."""
+"""Measuring programs; their results are JSON lines."""

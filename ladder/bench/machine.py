@@ -1,4 +1,4 @@
-"""The machine that measures: its names, its clock, and what it can do at best."""
+"""The measuring machine: its names, its clock, and its measured peaks."""
 
 import os
 import platform

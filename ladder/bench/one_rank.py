@@ -1,4 +1,4 @@
-"""One rank of a large machine on one GPU: its true shard, kernels, graphs and streams; the link is emulated.
+"""One rank of many on one GPU: its real shard, kernels, graphs and streams; the link is emulated.
 
 python -m ladder.bench.one_rank [NAME ...] > results/one_rank_h200.jsonl
 

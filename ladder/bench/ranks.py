@@ -1,4 +1,4 @@
-"""Ranks for measurements: processes that run one function each and end together."""
+"""Processes for measurements: each rank runs one function, and all end together."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

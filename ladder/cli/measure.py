@@ -1,4 +1,4 @@
-"""`ladder trace`, `tune`, `bench` and `report`: what a machine does."""
+"""`ladder trace`, `tune`, `bench` and `report`."""
 
 import json
 from dataclasses import dataclass

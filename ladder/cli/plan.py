@@ -1,4 +1,4 @@
-"""`ladder plan`: what a machine would do."""
+"""`ladder plan`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How a verb is made: a function and the dataclasses that its options fill; which options were renamed."""
+"""How a verb is made from a function and dataclasses of options; which options were renamed."""
 
 import inspect
 from collections.abc import Callable, Iterator

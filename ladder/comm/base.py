@@ -1,4 +1,4 @@
-"""The protocol every communicator keeps, the communicator of a single rank, and one for layouts."""
+"""The protocol of all communicators, the communicator of a single rank, and one for layouts."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Gradients through a communicator: any communicator made one that a backward pass can go through.
+"""Gradients through a communicator: wraps any communicator for a backward pass.
 
 Each rank runs the backward pass of its own loss, and what all of them together find are the gradients of the sum of
 the ranks' losses. An all-reduce is its own transpose: what one rank contributed is read by all, so its gradient is the

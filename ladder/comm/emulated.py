@@ -1,4 +1,4 @@
-"""R ranks inside one process, one thread each: any TP degree on any machine, exact and without a process group.
+"""R emulated ranks in one process, one thread each: any TP degree on any machine, exact and without a process group.
 
 An all-reduce adds in rank order, so all ranks get the same bits, and with ordinary tensor operations, so gradients flow
 through it.

@@ -1,4 +1,4 @@
-"""One rank of many, measured alone: an all-reduce takes the time of a link, and adds nothing."""
+"""One rank of many, measured alone: an all-reduce takes the time of the link, and adds nothing."""
 
 import torch
 from torch import Tensor

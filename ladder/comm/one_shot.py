@@ -1,4 +1,4 @@
-"""An all-reduce over symmetric memory by a kernel of our own: few enough blocks to run beside any other kernel, and it
+"""Our own one-shot all-reduce kernel over symmetric memory: few enough blocks to run beside any other kernel, and it
 sets a flag.
 """
 

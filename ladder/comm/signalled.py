@@ -1,4 +1,4 @@
-"""All-reduces on a stream of their own whose end a kernel can see: the launch of a reader need not wait for them."""
+"""All-reduces on a communication stream that set a flag when done: a kernel polls it, so its launch need not wait."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""R ranks in one tensor, whose first dimension is the rank: no threads, nothing to wait for, and it compiles.
+"""R emulated ranks in one tensor, whose first dimension is the rank: no threads, no waiting, and it compiles.
 
 A first dimension of 1 means that all ranks have the same, or that the partial sum is the whole sum already.
 """

@@ -1,4 +1,4 @@
-"""An emulated link: any communicator made as slow as a link, so that a wiring can be measured without it."""
+"""An emulated link: makes any communicator as slow as a link, so that a wiring can be measured without that link."""
 
 import time
 

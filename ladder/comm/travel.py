@@ -1,4 +1,4 @@
-"""The kernel that stands for an all-reduce with ranks that do not exist."""
+"""The kernel that emulates an all-reduce with ranks that do not exist."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Reading files: every value is what it must be, or one sentence says why not."""
+"""Reading JSON fields: each value is checked, and an error names the key, the value and what is expected."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What a model is: its dimensions, its family's habits, and its wiring."""
+"""ModelConfig: a model's dimensions, its family, and its wiring."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Rotary embedding's settings."""
+"""Settings of the rotary embedding."""
 
 import math
 from collections.abc import Mapping

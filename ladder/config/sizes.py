@@ -1,4 +1,4 @@
-"""Named sizes, each once."""
+"""Named model sizes."""
 
 from typing import Any
 

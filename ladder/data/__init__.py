@@ -1,1 +1,1 @@
-"""Token shards: documents to tokens, tokens on disk, windows over them."""
+"""Token shards: documents to tokens, tokens on disk, sequences from them."""

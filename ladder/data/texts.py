@@ -1,4 +1,4 @@
-"""From texts to shards of tokens, by a model's tokenizer or by a new one.
+"""Texts to shards of tokens, with a model's tokenizer or a new one.
 
 A very long document is tokenized piece by piece. The ids are those of the whole where the tokenizer begins a word
 behind a line end, as byte-level ones do; one that writes a space before every text writes it before every piece.

@@ -1,4 +1,4 @@
-"""A decoder's passes by kernels: decoding steps and prompts."""
+"""A decoder's forward passes by kernels: decode and prefill."""
 
 from dataclasses import replace
 

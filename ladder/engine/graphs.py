@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs, with the communication stream inside: decoding steps by size of batch, prompts by length."""
+"""Forward passes as CUDA graphs, communication stream included: decode by batch size, prefill by length."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""The Python API.
+"""The Python API: `LLM`.
 
 with LLM("path/to/model", wiring="ladder", tp=2) as llm:
     for result in llm.generate(["Once upon a time"], SamplingParams(max_new_tokens=32)):

@@ -1,4 +1,4 @@
-"""One rank's model runner: its shard, its KV cache, and a scheduler that decides as every other rank's does."""
+"""One rank's model runner: its shard, its KV cache, and its scheduler, which decides as on every other rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a user can choose. The command line is generated from these classes."""
+"""Options of generation. The command line is generated from these classes."""
 
 import math
 from dataclasses import dataclass

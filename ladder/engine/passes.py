@@ -1,4 +1,4 @@
-"""How a pass is computed: by the decoder's own layers, by kernels, or from a CUDA graph of them."""
+"""How a forward pass is computed: by the decoder's own layers, by kernels, or by a CUDA graph of them."""
 
 from contextlib import nullcontext
 

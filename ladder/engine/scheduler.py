@@ -1,4 +1,4 @@
-"""Which sequence is computed when. Pure bookkeeping: every rank runs its own scheduler, and all decide alike.
+"""The scheduler: which sequence is computed when. Every rank runs its own, and all decide alike.
 
 A step is at most two forward passes: a decode batch with the next token of every sequence whose prompt has been read,
 and a prefill batch with a chunk of the prompts that are still being read. How a prompt is cut depends on that prompt

@@ -1,4 +1,4 @@
-"""Model cards of checkpoints: README.md as the hub reads it."""
+"""Model cards: the README.md of a checkpoint, as the hub reads it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A layer of transformers, its own children and parameters, driven around a ResidualStream.
+"""A layer of transformers with its own modules and parameters, computed on a ResidualStream.
 
 transformers' loop hands what one layer returns to the next one. A wired layer returns the stream together with the
 all-reduces that no sub-block has waited for (`StreamState`); the last layer returns the stream alone, as the final norm

@@ -1,4 +1,4 @@
-"""Activations of whole rows, for prompts: between the library's matrix products."""
+"""Activations for prefill, between the library's matrix products."""
 
 import torch
 from torch import Tensor

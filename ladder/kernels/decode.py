@@ -1,4 +1,4 @@
-"""The layer's vocabulary by kernels, for one new token of each sequence."""
+"""`Ops` for decode, by kernels: one new token of each sequence."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""What every kernel needs: an early start, the wait for earlier kernels and for an all-reduce; activations, norms.
+"""Device functions shared by kernels: early start, waiting for other kernels and for all-reduces; activations, norms.
 
-A kernel is launched while the one before it still runs (programmatic dependent launch): it asks for its weights, which
-nobody writes, and only then waits. What was written two kernels ago may be read before that wait, too: the kernel
+A kernel is launched while the one before it still runs (programmatic dependent launch): it loads its weights, which
+no kernel writes, and only then waits. What was written two kernels ago may be read before that wait, too: the kernel
 before this one lets it start only after its own wait. `PDL` false leaves all of that out, for Triton's interpreter and
 for older chips.
 

@@ -1,4 +1,4 @@
-"""The beginning of a decoding step: this rank's term of the embedding, the angles of the positions, the flags reset."""
+"""The start of a decode step: this rank's part of the embedding, the rotary angles of the positions, flags reset."""
 
 import torch
 from torch import Tensor

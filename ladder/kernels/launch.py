@@ -1,4 +1,4 @@
-"""The kernels of a forward pass by their Triton versions or their references. Activations are rows: [rows, width]."""
+"""Launches the kernels of a forward pass: Triton or the reference. Activations are rows: [rows, width]."""
 
 import torch
 from torch import Tensor

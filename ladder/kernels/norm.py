@@ -1,4 +1,4 @@
-"""Residual add and norm of whole rows."""
+"""Residual add and norm, for prefill."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The layer's vocabulary for prompts: the library's matrix products, and kernels for what lies between them."""
+"""`Ops` for prefill: the library's matrix products, and kernels for what lies between them."""
 
 from collections.abc import Iterator
 

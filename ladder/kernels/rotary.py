@@ -1,4 +1,4 @@
-"""Norms by head, rotation and the cache's writing of whole prompts, between the library's matrix products."""
+"""Norms by head, rotary embedding and cache writes for prefill, between the library's matrix products."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a kernel reads of the residual stream."""
+"""What a kernel reads from the residual stream."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Which shape of kernel suits which shape of weight: measured on a chip (`ladder tune`), kept as data."""
+"""Which configuration of a kernel suits which shape of weight: measured on a chip (`ladder tune`), kept as data."""
 
 import json
 from dataclasses import asdict, dataclass, replace

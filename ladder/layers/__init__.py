@@ -1,1 +1,1 @@
-"""Layers of a decoder, each one rank's shard. No layer communicates: what must be summed is returned as it is."""
+"""Layers of a decoder, each one rank's shard. No layer communicates: partial sums go to the residual stream."""

@@ -1,4 +1,4 @@
-"""The keys and values seen so far, and the metadata of a forward pass over them."""
+"""The KV cache, and the metadata of a forward pass over it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A choice of experts instead of one MLP."""
+"""The MLP of a mixture of experts."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""The vocabulary in which a layer is written, and its plain torch backend.
+"""The operations that layers are written in (`Ops`), and their plain torch backend.
 
 Activations are rows: [tokens of the pass, width]. The other backends are kernels/decode.py and kernels/prefill.py.
 """

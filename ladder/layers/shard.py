@@ -1,4 +1,4 @@
-"""What a rank takes of a Hugging Face tensor, and where it puts it; and what all storage formats have."""
+"""Which slice of a Hugging Face tensor a rank reads, and where it is copied to; and what all storage formats share."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

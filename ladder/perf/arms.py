@@ -1,4 +1,4 @@
-"""Arms: what is set side by side, measured or predicted. A wiring, on a link of its own where it has one. No torch
+"""Arms: what is compared, measured or predicted. A wiring, on a link of its own where it has one. No torch
 here.
 """
 

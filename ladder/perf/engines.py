@@ -1,4 +1,4 @@
-"""Engines: which share of a chip a piece of software reaches. Each row is fitted to measurements and holds for all
+"""Engines: which share of a chip's peak an implementation reaches. Each row is fitted to measurements and holds for all
 sizes.
 
 A sub-block's time is its overhead + what it reads / (reach x the chip's rate), or its operations / (efficiency x the

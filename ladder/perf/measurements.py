@@ -1,6 +1,4 @@
-"""Files of measurements: JSON lines. Files keep the names of their day, what is read from them has today's.
-No torch here.
-"""
+"""Files of measurements: JSON lines. Old files keep their keys; readers see the current ones. No torch here."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whether a model fits into a memory, and which choice would. No torch here."""
+"""Whether a model fits into memory, and which choice would. No torch here."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

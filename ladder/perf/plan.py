@@ -1,4 +1,4 @@
-"""What a deployment would do: settings to rows of figures, past one machine, and the best of them. No torch here.
+"""Predicted figures of deployments, also of several machines, and the best of them. No torch here.
 
 Over nodes an all-reduce is hierarchical: reduce and gather within a node on its link, a share of the message between
 nodes on theirs. Pipeline stages split the layers; the batch goes through them in as many parts, so that all stages are

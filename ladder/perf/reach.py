@@ -1,6 +1,4 @@
-"""How many ranks a link joins: what it was measured with, what contradicts that, and what only goes beyond it.
-No torch here.
-"""
+"""How many ranks a link can join: what was measured, what contradicts that, what extrapolates it. No torch here."""
 
 import re
 

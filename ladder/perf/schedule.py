@@ -1,4 +1,4 @@
-"""The walk over a wiring's table: when each sub-block computes, when its all-reduce runs, what waits. No torch here."""
+"""The schedule of a wiring: when each sub-block computes, when its all-reduce runs, what waits. No torch here."""
 
 from collections import deque
 from collections.abc import Sequence

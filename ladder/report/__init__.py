@@ -1,1 +1,1 @@
-"""ladder report: what was measured, as one page and as pictures."""
+"""`ladder report`: measurements as one page and as pictures."""

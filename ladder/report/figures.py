@@ -1,4 +1,4 @@
-"""From rows to what the figures show: the pictures and the page draw the same numbers. No torch here."""
+"""The data of the figures: pictures and page draw the same numbers. No torch here."""
 
 import math
 import re

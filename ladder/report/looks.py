@@ -1,4 +1,4 @@
-"""How each arm looks, the same in every figure; and numbers as people read them."""
+"""Colours and names of arms, the same in every figure; formats of numbers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a user can choose for a report. No torch here."""
+"""Options of `ladder report`. No torch here."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report as one page: its template, style and program with the numbers written into it. No torch here.
+"""The report as one HTML page: template, style and script with the numbers inside. No torch here.
 
 What comes from the lines is in the page only as JSON, which the program shows as text; none of it is ever HTML.
 """

@@ -1,1 +1,1 @@
-"""Which layers bear a wiring, and weights that make up for it by least squares."""
+"""What a wiring costs layer by layer, and weights fitted to it by least squares."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are fitted or adapted: what does not belong together is refused before a weight is read."""
+"""Checkpoints that are fitted or adapted: what does not fit together is refused before a weight is read."""
 
 from pathlib import Path
 from typing import Any

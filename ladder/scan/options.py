@@ -1,4 +1,4 @@
-"""What `ladder fit` and `ladder scan` are given. The command line is generated from these classes."""
+"""Options of `ladder fit` and `ladder scan`. The command line is generated from these classes."""
 
 import os
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""From what a scan measured to the layers to wire: within a budget of damage, or fast enough by the performance model.
+"""Proposes layers to rewire from a scan: within a budget of damage, or fast enough by the performance model.
 
 Speed is that of decoding a token, in times of the standard wiring, on a machine that `ladder plan` knows. The
 performance model walks the pattern layer by layer, so every set has its own prediction.

@@ -1,4 +1,4 @@
-"""Which layers bear another wiring: what each costs alone, and what growing sets of them cost.
+"""The cost of another wiring: of each layer alone, and of growing sets of layers.
 
     alone   layer i under the row that is tried, all others as they are
     grown   the n layers that hurt least: by their damage alone, or (greedy) each next one by trying all that remain

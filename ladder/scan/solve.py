@@ -1,4 +1,4 @@
-"""Weights that make up for what a rewired layer no longer reads: by least squares, not by training.
+"""Weights that compensate for what a rewired layer no longer reads: by least squares, not by training.
 
 A sub-block of the original reads n(t), the norm of its stream; rewired it reads n(s), a stream without its newest
 results. As far as what is missing is a linear function of what is there, a weight can make up for it:

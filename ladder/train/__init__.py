@@ -1,1 +1,1 @@
-"""Ladder models that are as good as the originals: data, sensitivity, training, self-distillation, side networks."""
+"""Training: self-distillation, from scratch, side networks, tensor parallelism."""

@@ -1,4 +1,4 @@
-"""A run's folder: its options, how far it is, and in the end the model. No file in it is ever half written.
+"""The folder of a run: its options, its progress, and in the end the model. Files in it are written atomically.
 
 run.json       the options, and digests of the model and the data; a run is continued only with the same
 log.jsonl      a line for every logged step and evaluation

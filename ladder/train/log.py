@@ -1,4 +1,4 @@
-"""The log of a run: every line of log.jsonl, the progress, and the speed, also as a share of the chip's peak (MFU)."""
+"""The log of a run: log.jsonl, progress, and speed, also as a share of the chip's peak (MFU)."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The loss of a model with a teacher and a text.
+"""The loss of distillation: KL from a teacher, and the language-model loss.
 
     loss = kl_weight * KL(teacher || student) over all tokens  +  lm_weight * cross-entropy of the next token
            + hidden_weight * |stream - teacher's|^2 / |teacher's|^2 after each layer, a mean over tokens and layers

@@ -1,4 +1,4 @@
-"""What `ladder adapt` and `ladder train` are given. The command line is generated from these classes."""
+"""Options of `ladder adapt` and `ladder train`. The command line is generated from these classes."""
 
 import math
 from dataclasses import dataclass

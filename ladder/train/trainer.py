@@ -1,4 +1,4 @@
-"""transformers' Trainer with distillation, a staleness that rises, and checkpoints that are complete or not there."""
+"""transformers' Trainer with distillation, rising staleness, and atomic checkpoints."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""How all ranks get the first rank's commands; the process groups they join; what torchrun says of a process."""
+"""How all ranks get the first rank's commands; their process groups; torchrun's environment of a process."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""What a rank shows the watchdog: its heartbeat, and since when it computes without waiting for another rank."""
+"""A rank's heartbeat for the watchdog, and since when it computes without waiting for another rank."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The executor whose ranks are processes of its own, and the watchdog over them.
+"""The executor that starts a process for each rank, and the watchdog over them.
 
 The caller's process holds no shard. A watchdog thread of it receives every rank's messages and checks its process and
 its heartbeat; when a rank is killed, raises, or stops answering, all are killed at once and the caller gets one

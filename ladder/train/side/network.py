@@ -1,4 +1,4 @@
-"""The network beside a model: a small decoder whose stream takes in the model's, layer after layer.
+"""The side network: a small decoder that adds the model's stream to its own, layer by layer.
 
     side     <-  start( n(embedding) )
     side     <-  s side + (1 - s) down( n(stream) )      for each layer of the model that is read, the stream after it;

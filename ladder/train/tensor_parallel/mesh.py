@@ -1,4 +1,4 @@
-"""The ranks of a run: groups of `tp` neighbours share one model, and as many groups as there are share the data."""
+"""The ranks of a run: each group of `tp` neighbours shares one model, and the groups share the data."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which parts of the weights several ranks hold, and what follows for gradients, their norm, and saving.
+"""Weights that several ranks hold: their gradients, the gradient norm, and saving.
 
 Norms' gains are on every rank; projections of keys and values are on several where there are fewer heads of them than
 ranks. Any two ranks' parts of a tensor are the same or do not overlap.
