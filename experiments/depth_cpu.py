@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("wiring")
     for name, default in (("layers", 10), ("rows", 16), ("steps", 150), ("every", 25), ("warmup", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--plain", action="store_true", help="what sub-blocks add is not drawn smaller")
+    parser.add_argument("--plain", action="store_true", help="do not scale down the initial output projections")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)

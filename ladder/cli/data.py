@@ -14,13 +14,13 @@ from ladder.options import argument, option
 class DataOptions:
     """Which texts, by which tokenizer, into which folder."""
 
-    out: Path = argument("Folder for the tokens; a new one.")
+    out: Path = argument("New folder for the tokens.")
     file: tuple[Path, ...] = argument("Texts: .jsonl, .parquet, or plain text; .xz and .gz are unpacked.")
     tokenizer: str | None = option(None, "Directory with a tokenizer, such as a model's, or one of the hub: org/name.")
-    vocab: int | None = option(None, "Train a tokenizer of so many entries on these texts instead.")
+    vocab: int | None = option(None, "Train a tokenizer of this many entries on these texts instead.")
     shard_tokens: int = option(1 << 27, "Tokens of a shard, at most.")
-    field: str = option("text", "Where the text stands: the key of a JSON line, the column of a parquet file.")
-    json: bool = option(False, "One JSON line about what was written.")
+    field: str = option("text", "Key of the text in a JSON line, or column of a parquet file.")
+    json: bool = option(False, "Print one JSON line about what was written.")
 
 
 @verb(DataOptions)

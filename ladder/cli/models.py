@@ -21,14 +21,14 @@ class ConvertOptions:
     """A checkpoint, and the wiring to convert it to."""
 
     model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name.")
-    out: Path = argument("Folder for the wired checkpoint; a new one.")
+    out: Path = argument("New folder for the wired checkpoint.")
     wiring: str | None = option(None, "As in 'ladder' or 'standard:16 ladder:16'; default: what its config names.")
     revision: str | None = option(None, "Branch, tag or commit of a model of the hub.")
 
 
 @verb(ConvertOptions)
 def convert(options: ConvertOptions) -> None:
-    """Rewire a checkpoint of Hugging Face's: same weights, another wiring. It needs adaptation afterwards."""
+    """Rewire a Hugging Face checkpoint: same weights, another wiring. It needs adaptation afterwards."""
     from ladder.hf.convert import convert
 
     with bytes_bar("copying") as progress:
@@ -48,16 +48,14 @@ class EvalOptions:
     wiring: tuple[str, ...] = option(
         (), "Put every model under this wiring (may be given several times); default: its own."
     )
-    backbone: str | None = option(
-        None, "The model that a side network stands beside; default: as it was named in training."
-    )
+    backbone: str | None = option(None, "The frozen model of a side network; default: the one it was trained with.")
     task: tuple[str, ...] = option((), "A task of lm-eval, a .yaml task or a .jsonl file (may be given several times).")
     text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
     source: str | None = option(None, "The model that KL and greedy agreement are measured against.")
     batch: int = option(8, "Sequences at a time.")
     window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
-    limit: int | None = option(None, "Only so many items of each task.")
-    shots: int | None = option(None, "Examples before each item; default: what the task says.")
+    limit: int | None = option(None, "Only this many items of each task.")
+    shots: int | None = option(None, "Examples before each item; default: the task's own number.")
     tasks_dir: Path | None = option(None, "A folder with YAML files of tasks.")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")

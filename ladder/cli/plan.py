@@ -46,12 +46,14 @@ class PlanOptions:
     prompt: tuple[str, ...] = option(("1024",), "Tokens of a prompt.")
     new: tuple[str, ...] = option(("512",), "New tokens.")
     wiring: tuple[str, ...] = option((), f"A wiring, or an arm of `ladder bench`; default: {', '.join(WIRINGS)}.")
-    engine: str = option("auto", "Whose code: paper, ladder, or auto (the paper's on an h100, else ours).")
+    engine: str = option("auto", "Which implementation: paper, ladder, or auto (the paper's on an h100, else ours).")
     nodes: int = option(1, "Machines that the ranks of one model are spread over; all-reduces are then hierarchical.")
     node_link: str | None = option(None, "The link between machines, for each GPU's share; default: 20us,45GB/s.")
     pp: int = option(1, "Pipeline stages, each of --tp ranks.")
-    gpus: int | None = option(None, "All GPUs there are, as replicas.")
-    target_ms: float | None = option(None, "The best wiring, TP degree and batch with at most so much per token.")
+    gpus: int | None = option(None, "Number of GPUs in all, used as replicas.")
+    target_ms: float | None = option(
+        None, "Find the best wiring, TP degree and batch with at most this time per token."
+    )
     sweep: str | None = option(None, "Vary the link's latency (link) or the batch (batch).")
     json: bool = option(False, "JSON: one object, or a list where there are several.")
 
@@ -66,7 +68,7 @@ def _numbers(name: str, texts: tuple[str, ...]) -> list[int]:
 
 @verb(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Predict a deployment without having it: time per sub-block, cost of communication, tokens/s, best choice."""
+    """Predict a deployment: time per sub-block, cost of communication, tokens/s, best choice."""
     from ladder.perf.plan import Deployment, best, plan, swept
 
     wirings = options.wiring or WIRINGS

@@ -100,7 +100,7 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
 
 
 @app.callback(invoke_without_command=True)
-def about(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+def about(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         typer.echo(f"ladder {__version__}")
         raise typer.Exit

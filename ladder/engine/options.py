@@ -32,7 +32,7 @@ class EngineOptions:
         "float64.",
     )
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    tp: int = option(1, "Number of tensor-parallel ranks, a process each; under torchrun its world's.")
+    tp: int = option(1, "Number of tensor-parallel ranks, a process each; under torchrun: its world size.")
     comm_backend: str = option("auto", "Backend of the all-reduces between GPUs: auto, symmetric, nccl or gloo.")
     emulate_link: str | None = option(
         None, "Make the all-reduces as slow as this link: a name, or alpha,beta as in 50us,10GB/s."
@@ -42,7 +42,7 @@ class EngineOptions:
     expert_parallel: bool = option(False, "Each rank has some experts as a whole, instead of a slice of every expert.")
     timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
     kernels: bool = option(True, "On a GPU: our kernels and CUDA graphs. Off: plain torch.")
-    tuned: Path | None = option(None, "Shapes of kernels for this GPU, as `ladder tune` writes them.")
+    tuned: Path | None = option(None, "Configurations of kernels for this GPU, as `ladder tune` writes them.")
     check: bool = option(False, "Refuse weights that are not finite.")
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class SamplingParams:
     """How one request's tokens are sampled. The filters apply in the order temperature, top-k, top-p."""
 
     max_new_tokens: int = option(128, "Stop after this many new tokens.")
-    temperature: float = option(0.0, "0 takes the likeliest token, 1 samples as the model says.")
+    temperature: float = option(0.0, "0: the likeliest token; 1: sample from the model's distribution.")
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.")
     top_p: float = option(1.0, "Sample among the likeliest tokens that together have this probability.")
     seed: int | None = option(None, "Makes sampling repeatable.")

@@ -17,12 +17,14 @@ class FitOptions:
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
     data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
     tokens: int | None = option(
-        None, "Tokens to fit on, from everywhere in the data; default: 64 for each input of the widest projection."
+        None, "Tokens to fit on, spread over the data; default: 64 for each input of the widest projection."
     )
     seq_len: int = option(1024, "Tokens of a sequence.")
     batch: int = option(8, "Sequences at a time.")
-    ridge: float = option(0.01, "How much weights are held to what they were.")
-    dtype: str = option("auto", "What is computed in: auto (the checkpoint's, on a CPU float32), bfloat16 or float32.")
+    ridge: float = option(0.01, "Ridge regression: how strongly weights are kept near the original's.")
+    dtype: str = option(
+        "auto", "dtype of the computation: auto (the checkpoint's, on a CPU float32), bfloat16 or float32."
+    )
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.")
 
     def __post_init__(self) -> None:
@@ -45,19 +47,17 @@ class ScanOptions:
     """What is tried, on what, and what is wanted of the result."""
 
     data: Path = field(metadata={"help": "A text to measure on: a file as `ladder data` takes them."})
-    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name; as it is: the original.")
-    field: str = option("text", "Where the text stands: the key of a JSON line, the column of a parquet file.")
+    model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the original.")
+    field: str = option("text", "Key of the text in a JSON line, or column of a parquet file.")
     wiring: str = option("ladder", "The row to try on the layers, as in ladder, ladder-2 or parallel.")
-    tokens: int = option(32_768, "Predict the first so many tokens of the text.")
+    tokens: int = option(32_768, "Measure on this many tokens, from the start of the text.")
     seq_len: int | None = option(None, "Tokens of a sequence; default: the model's context, at most 1024.")
     batch: int = option(8, "Sequences at a time.")
-    points: int = option(8, "About so many sizes of sets, and those that --budget or --speed needs; 0 for all.")
-    fit: int | None = option(
-        None, "Fit each set on about so many tokens behind those (see `ladder fit`), and measure what is left."
-    )
+    points: int = option(8, "About this many sizes of sets, and those that --budget or --speed needs; 0: all.")
+    fit: int | None = option(None, "Fit each set first, on about this many further tokens (see `ladder fit`).")
     greedy: bool = option(False, "Choose each next layer by trying all that remain: slow, for small models.")
     budget: float | None = option(None, "Propose the largest set with at most this KL, in nats per token.")
-    speed: float | None = option(None, "Propose the smallest set that makes tokens so many times as fast as standard.")
+    speed: float | None = option(None, "Propose the smallest set that is this many times as fast as standard.")
     chip: str = option("h100", "For --speed: a chip as in ladder plan.")
     tp: int = option(8, "For --speed: ranks that share the model.")
     link: str = option("nvlink_nccl", "For --speed: a link's name, or alpha,beta as in 50us,10GB/s.")

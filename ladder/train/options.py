@@ -20,25 +20,27 @@ class TrainingOptions:
 
     data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
     valid: Path | None = option(None, "Folder of token shards to evaluate on; default: the last 1% of the data.")
-    tokens: int = option(100_000_000, "Tokens to train on; the data is read again and again until they are through.")
+    tokens: int = option(100_000_000, "Tokens to train on; the data is repeated as often as needed.")
     seq_len: int = option(1024, "Tokens of a sequence.")
     batch: int = option(64, "Sequences of a step, over all ranks.")
     micro_batch_size: int | None = option(
         None, "Sequences that a rank computes at a time; default: its share of the batch, on a CPU at most 8."
     )
     lr: float = option(1e-3, "Learning rate, at its peak.")
-    warmup: float = option(0.02, "Share of the steps in which it grows from 0.")
-    schedule: str = option("cosine", f"How it falls, to a tenth: {', '.join(SCHEDULES)}.")
-    optimizer: str = option("adamw", f"{' or '.join(OPTIMIZERS)}; muon is for matrices, the rest is AdamW's.")
-    weight_decay: float = option(0.1, "Share of a weight that is taken off, times the learning rate.")
-    beta2: float = option(0.95, "AdamW's.")
+    warmup: float = option(0.02, "Share of the steps in which the learning rate rises from 0.")
+    schedule: str = option("cosine", f"How the learning rate falls, to a tenth: {', '.join(SCHEDULES)}.")
+    optimizer: str = option("adamw", f"{' or '.join(OPTIMIZERS)}; muon: matrices by Muon, all else by AdamW.")
+    weight_decay: float = option(0.1, "Weight decay, times the learning rate.")
+    beta2: float = option(0.95, "beta2 of AdamW.")
     clip: float = option(1.0, "Largest norm of the gradient.")
-    dtype: str = option("auto", "What is computed in: auto (bfloat16 on a GPU, else float32), bfloat16 or float32.")
+    dtype: str = option(
+        "auto", "dtype of the computation: auto (bfloat16 on a GPU, else float32), bfloat16 or float32."
+    )
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.")
     compile: str = option("auto", "torch.compile the layers and the loss: auto (on a GPU), yes or no.")
     recompute: bool = option(False, "Gradient checkpointing: less memory, a third more computing.")
     fsdp: bool = option(False, "Shard parameters and optimizer over the ranks (FSDP2); default: every rank has all.")
-    seed: int = option(1, "Of the order of the data, and of what is drawn.")
+    seed: int = option(1, "Seed of the order of the data and of all random numbers.")
     log_every: int = option(10, "Steps between two lines of log.jsonl.")
     eval_every: int | None = option(None, "Steps between two evaluations; default: ten in a run.")
     eval_tokens: int = option(262_144, "Tokens of an evaluation.")
@@ -108,16 +110,16 @@ class AdaptOptions:
     """What becomes of which model."""
 
     model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the teacher.")
-    out: Path = argument("Folder for the adapted checkpoint; a new one, or that of a run to be continued.")
+    out: Path = argument("New folder for the adapted checkpoint, or that of a run to continue.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
     method: str = option(
         "full",
         "What is trained: full (all weights), layers (those of the rewired layers), lora, or side (a small network "
         "beside them).",
     )
-    kl_weight: float = option(1.0, "Of the KL divergence from the original, over all tokens.")
-    lm_weight: float = option(0.0, "Of the language-model loss; with --kl-weight 0 plain fine-tuning.")
-    hidden_weight: float = option(0.0, "Of the distance from the original's stream after each layer, relative to it.")
+    kl_weight: float = option(1.0, "Weight of the KL divergence from the original, over all tokens.")
+    lm_weight: float = option(0.0, "Weight of the language-model loss; with --kl-weight 0: plain fine-tuning.")
+    hidden_weight: float = option(0.0, "Weight of the relative distance from the original's stream after each layer.")
     init_from: Path | None = option(
         None,
         "Folder of the initial weights, of the same wiring, as `ladder fit` or a run has written; side: they stay.",
@@ -129,14 +131,14 @@ class AdaptOptions:
     staleness_way: str = option("together", f"How it rises: {', '.join(STALENESS_WAYS)}.")
     ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
     teacher_top: int = option(
-        0, "Cache so many of the original's likeliest tokens on disk; 0: the original stays in memory."
+        0, "Cache this many of the original's likeliest tokens on disk; 0: the original stays in memory."
     )
     teacher: Path | None = option(
         None,
         "Folder of the cache of --teacher-top. Runs of one model with the same data, --tokens, --batch and --seq-len "
         "can share it; default: OUT/teacher.",
     )
-    lora_rank: int = option(16, "Of --method lora.")
+    lora_rank: int = option(16, "Rank of --method lora.")
     reduction: int = option(8, "How much narrower than the model --method side's network is, in whole heads.")
 
     def __post_init__(self) -> None:
@@ -184,9 +186,9 @@ class AdaptOptions:
 class ScratchOptions:
     """A model from scratch."""
 
-    out: Path = argument("Folder for the trained checkpoint; a new one, or that of a run to be continued.")
+    out: Path = argument("New folder for the trained checkpoint, or that of a run to continue.")
     size: str | None = option(None, "A named size; its vocabulary becomes that of the data.")
-    recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given stand above it.")
+    recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given override it.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'.")
     ranks: int = option(1, "TP degree that a desync wiring is trained for, by emulated ranks.")
     tp: int = option(1, "Under torchrun: ranks that share one model, the native decoder; the rest is data parallel.")

@@ -75,7 +75,7 @@ class BenchOptions:
     mode: str = option("auto", "ranks (a process each), one-rank (one GPU, an emulated link), or auto: what fits here.")
     device: str = option("auto", "cpu, cuda, or auto: the preset's, else a GPU where there is one.")
     dtype: str = option("auto", "auto (the size's; on a CPU float32), float32, bfloat16, float16 or float64.")
-    layers: int | None = option(None, "Only so many of the model's layers; the lines have both numbers.")
+    layers: int | None = option(None, "Only this many of the model's layers; the results have both numbers.")
     out: Path = option(
         Path("bench.jsonl"),
         "File of JSON lines, appended cell by cell. What it has with as many repetitions is not measured again.",
