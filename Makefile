@@ -1,4 +1,4 @@
-# make demo   set up, and let the model inside the package write, on one rank, on two and on four
+# make demo   set up, and generate text with the embedded model, on one rank, on two and on four
 # make test   set up, lint, type-check, run the tests
 # Both need Python 3.11 or newer and pip; everything else is installed into .venv.
 
@@ -30,7 +30,7 @@ demo: $(READY)
 	@echo
 	$(BIN)/ladder generate --tp 1 --prompt $(PROMPT) $(WRITE) --json
 	$(BIN)/ladder generate --tp 4 --prompt $(PROMPT) $(WRITE) --json
-	@echo "The model inside the package, wired ladder: the same words on one rank, on two and on four."
+	@echo "The embedded model, wired ladder: the same text on one rank, on two and on four."
 
 # the report's page is clicked through in Chromium, which comes from the system; without it those tests are skipped
 browser:

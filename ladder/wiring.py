@@ -159,7 +159,7 @@ class Wiring:
 
     @property
     def local(self) -> bool:
-        """Whether some sums stay on their ranks."""
+        """Whether some partial sums stay on their ranks."""
         return any(block.out is Out.LOCAL for layer in self.sub_blocks() for block in layer)
 
     def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:

@@ -1,7 +1,7 @@
 """config.json of a wired model: software without wirings must refuse it, not run it as the standard model.
 
 An unknown `model_type` stops those who look it up, but transformers only warns where a class is named
-(`LlamaForCausalLM.from_pretrained`). So one number that nobody can do without is also put out of reach.
+(`LlamaForCausalLM.from_pretrained`). So one number that every class needs is also stored under another name.
 """
 
 from collections.abc import Mapping
