@@ -118,8 +118,10 @@ def _falcon(raw: Mapping[str, Any], heads: int) -> tuple[bool, str, int]:
     parallel, new = bool(raw.get("parallel_attn")), bool(raw.get("new_decoder_architecture"))
     if new:
         norms = raw.get("num_ln_in_parallel_attn") or 2
-        if not parallel or norms not in (1, 2):
+        if not parallel:
             raise LadderError("a new Falcon decoder without parallel attention is not supported")
+        if norms not in (1, 2):
+            raise LadderError(f"num_ln_in_parallel_attn {norms!r} is not supported: only 1 and 2 are")
         return True, "two" if norms == 2 else "shared", whole_number(raw, "num_kv_heads", heads)
     kv_heads = 1 if raw.get("multi_query") else whole_number(raw, "num_kv_heads", heads)
     return parallel, "shared" if parallel else "sequential", kv_heads
