@@ -47,11 +47,14 @@ class Random:
     def __init__(self, seed: int = 0, deviation: float = 0.02) -> None:
         self.seed = seed
         self.deviation = deviation
+        self._last: tuple[object, Tensor] = (None, torch.empty(0))
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
-        whole = torch.randn(shape, generator=generator) * self.deviation
-        return (whole + 1 if _NORM.search(name) else whole)[index]
+        if self._last[0] != (name, shape):  # several pieces of one tensor are read one after the other
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
+            whole = torch.randn(shape, generator=generator) * self.deviation
+            self._last = (name, shape), whole + 1 if _NORM.search(name) else whole
+        return self._last[1][index]
 
 
 class Directory:
@@ -60,7 +63,13 @@ class Directory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = ModelConfig.from_directory(self.path)
-        self.files = weight_files(self.path)
+        files = weight_files(self.path)
+        # transformers also reads checkpoints of a model without its head, whose names lack the first part
+        base = self.config.names.layers.split(".")[0] + "."
+        bare = not any(name.startswith(base) for name in files)
+        full = {name: base + name if bare and not name.startswith(self.config.names.head) else name for name in files}
+        self.files = {full[name]: file for name, file in files.items()}
+        self._stored = {full[name]: name for name in files}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         for file in dict.fromkeys(self.files.values()):
@@ -77,7 +86,7 @@ class Directory:
     def _read_header(self, file: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             for name in (name for name, at in self.files.items() if at == file):
-                entry = opened.get_slice(name)
+                entry = opened.get_slice(self._stored[name])
                 self._shapes[name], self._types[name] = tuple(entry.get_shape()), entry.get_dtype()
 
     def check(self, shards: Iterable[Shard]) -> None:
@@ -103,7 +112,7 @@ class Directory:
         """A view of the mapped file; the mapping lives as long as the view."""
         self._check(name, shape)
         with safe_open(self.files[name], framework="pt") as opened:
-            piece: Tensor = opened.get_slice(name)[index]
+            piece: Tensor = opened.get_slice(self._stored[name])[index]
             return piece
 
 

@@ -113,7 +113,7 @@ class Decoder(nn.Module):
 
     @property
     def reduces(self) -> int:
-        """All-reduces of a pass, the embedding's not counted."""
+        """All-reduces of a pass's sub-blocks."""
         return sum(block.out is Out.REDUCE for layer in self.layers for block in layer.wiring)  # type: ignore[union-attr]
 
     def rewire(self, pattern: str) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ladder.checkpoint import INDEX, SINGLE, Directory, Random, load, save
 from ladder.comm.base import Comm, RankOnly
 from ladder.comm.emulated import World
-from ladder.config import ModelConfig
+from ladder.config import Experts, ModelConfig
 from ladder.errors import LadderError
 from ladder.model import Decoder
 from tests.families import FAMILIES, make
@@ -293,3 +293,29 @@ def test_random_weights_do_not_depend_on_the_degree() -> None:
                 assert torch.equal(shard.target, whole[shard.name][shard.index])
                 found[shard.name] += 1
     assert set(found.values()) == {4} and found.keys() == whole.keys()
+
+
+def test_names_without_the_base_model(tmp_path: Path) -> None:
+    """As GPT-2 is published: transformers reads such files, too."""
+    theirs = make("gpt2", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    save_file({**bare, **buffers}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = Directory(tmp_path)
+    source.check(Decoder(source.config).shards())
+    tokens = torch.tensor([[5, 17, 9]])
+    with torch.inference_mode():
+        ours, expected = load(Decoder(source.config), source)(tokens), theirs(tokens).logits
+    assert (ours - expected).abs().max() <= 1e-4
+
+
+def test_the_first_layers_of_a_model() -> None:
+    """What is said of single layers is cut, too."""
+    experts = Experts(4, 2, 8, dense_layers=(1, 3))
+    whole = ModelConfig(
+        16, 4, 2, 2, 8, 16, family="qwen3_moe", experts=experts, no_rope=(0, 2), windows=(3, None, 3, 4)
+    )
+    first = whole.first(2)
+    assert first.experts is not None and first.experts.dense_layers == (1,)
+    assert first.no_rope == (0,) and first.windows == (3, None)

@@ -277,3 +277,11 @@ def test_the_degree_that_a_checkpoint_was_trained_for(tmp_path: Path) -> None:
     with pytest.raises(LadderError, match="was trained for 2 ranks, not 4: give --tp 2"):
         Setup(EngineOptions(directory, tp=4), tokenizer=False)
     assert Setup(EngineOptions(directory, wiring="ladder", tp=4), tokenizer=False).config.ranks == 1
+
+
+def test_settings_that_a_family_does_not_have() -> None:
+    """What transformers ignores is ignored: a share of a Llama's head, a window that Qwen3-MoE does not use."""
+    llama = ModelConfig.from_hf({**ModelConfig.named("tiny").to_hf(), "partial_rotary_factor": 0.5})
+    assert llama.rope.share == 1
+    plain = {key: value for key, value in ModelConfig.named("qwen3-30b-a3b").to_hf().items() if "sliding" not in key}
+    assert set(ModelConfig.from_hf({**plain, "sliding_window": 4096}).windows) == {None}

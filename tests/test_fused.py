@@ -14,8 +14,9 @@ from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
 from ladder.kernels.launch import Kernels, Launch, References
 from ladder.kernels.table import Table
-from tests import oracle
+from tests import oracle, test_parity_families
 from tests.test_parity import FAMILIES, HYBRIDS, WIRINGS, assert_close
+from tests.tolerance import apart
 from tests.weights import decoder, draw, tiny
 
 PROMPT = 5
@@ -95,3 +96,14 @@ def test_kernels(wiring: str, batch: int, steps: int) -> None:
 def test_kernels_of_families(family: str) -> None:
     rest = {**FAMILIES[family], **({"windows": (3,)} if family == "windows" else {})}
     check(tiny(1, **rest).rewired("ladder"), 1, InTurns, 1, steps=1)
+
+
+@pytest.mark.parametrize("wiring", ("ladder", "parallel", "desync-2x"))
+@pytest.mark.parametrize("name", test_parity_families.FAMILIES)
+def test_backends_of_every_family(worlds: dict[int, World], name: str, wiring: str) -> None:
+    """Norms behind sub-blocks and over all heads, caps, learned positions, experts: prefill and decode at TP 2."""
+    config, weights, tokens = test_parity_families.model(name)
+    config = config.rewired(wiring)
+    expected = oracle.logits(config, weights, tokens, config.wiring.layers, 2)[:, PROMPT - 1 :]
+    for found in worlds[2].run(lambda comm: forward_logits(config, weights, tokens, References(), comm)):
+        assert apart(found, expected) <= test_parity_families.tolerance(config)

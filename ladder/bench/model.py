@@ -66,7 +66,7 @@ def configure(
         model.comm = rank(size)
     else:
         comms = [rank(size, link) for _ in range(concurrent)]
-        model.comm = Signalled(comms, model.embed_tokens.weight.device, 2 * model.config.layers + 2)
+        model.comm = Signalled(comms, model.embed_tokens.weight.device, model.config.most_all_reduces + 1)
 
 
 def watch_sub_blocks(model: Decoder, begin: Callable[[str], None], end: Callable[[str], None]) -> list[RemovableHandle]:

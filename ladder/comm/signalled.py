@@ -72,6 +72,8 @@ class Signalled:
         inner, stream = self._inners[number % len(self._inners)], self._streams[number % len(self._inners)]
         flag = None
         if self._count is not None:
+            if number >= len(self.flags):
+                raise RuntimeError(f"all-reduce {number} of a pass has no flag: there are {len(self.flags)}")
             flag = self.flags[number : number + 1]
             self._count += 1
         need = 0

@@ -55,6 +55,7 @@ class Family:
     layer_norm: bool = False  # norms subtract the mean and have a bias; else root-mean-square norms
     norm_offset: int = 0  # a norm multiplies by offset + weight
     root_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
+    partial_rotary: bool = False  # config.json may say that only a share of a head is rotated
     parallel: bool = False  # attention and MLP read the same stream: what the wiring `standard` means for this family
     windows: str = "none"  # none; all: every layer has the window; listed: layer_types (or max_window_layers) say which
     normalize_experts: bool | None = None  # the chosen experts' weights add up to one; None: config.json decides
@@ -105,7 +106,8 @@ FAMILIES: dict[str, Family] = {
         windows="all",
         keys={"experts": "num_experts", "expert_ffn": "moe_intermediate_size"},
         defaults={"max_position_embeddings": 32_768, "num_key_value_heads": 4, "num_experts": 128}
-        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "norm_topk_prob": False},
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "norm_topk_prob": False}
+        | {"use_sliding_window": False},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -131,7 +133,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        partial_rotary=True,
+        names=Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -200,6 +203,7 @@ FAMILIES: dict[str, Family] = {
         gated=False,
         activation="gelu",
         layer_norm=True,
+        partial_rotary=True,
         parallel=True,
         keys={"norm_eps": "layer_norm_eps", "parallel": "use_parallel_residual", "kv_heads": ""},
         defaults={"max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "attention_bias": True}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.config.families import FAMILIES, Family
-from ladder.config.fields import need, read_config, read_json, token_ids, whole_number
+from ladder.config.fields import read_config, read_json, token_ids, whole_number
 from ladder.config.lock import locked, ranks_of, unlocked, wiring_of
 from ladder.config.model import LARGEST, Experts, ModelConfig
 from ladder.config.rope import Rope
@@ -110,7 +110,11 @@ def _number(raw: Mapping[str, Any], key: str, usual: float | None) -> float | No
 
 def _format(raw: Mapping[str, Any]) -> str:
     quantized = raw.get("quantization_config")
-    return "dense" if not quantized else str(need(quantized, "quant_method"))
+    if not quantized:
+        return "dense"
+    if not isinstance(quantized, Mapping) or not isinstance(quantized.get("quant_method"), str):
+        raise LadderError(f"quantization_config must name a quant_method, not {str(quantized)[:80]!r}")
+    return str(quantized["quant_method"])
 
 
 def _falcon(raw: Mapping[str, Any], heads: int) -> tuple[bool, str, int]:
@@ -131,6 +135,9 @@ def _ropes(raw: Mapping[str, Any], family: Family, context: int) -> tuple[Rope, 
     keys = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     own: dict[str, Any] = {"rope_theta": raw.get("rotary_emb_base", raw.get("rope_theta", Rope.theta))}
     own["partial_rotary_factor"] = raw.get("partial_rotary_factor", raw.get("rotary_pct", 1.0))
+    if not family.partial_rotary:  # transformers does not look at it either
+        own.pop("partial_rotary_factor")
+        keys.pop("partial_rotary_factor", None)
     if "original_max_position_embeddings" in raw:
         own["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     if "rope_local_base_freq" not in raw:

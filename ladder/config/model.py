@@ -93,6 +93,8 @@ class ModelConfig:
         for rope in (self.rope, self.local_rope or self.rope):
             if rope.dimensions(self.head_dim) % 2 or (self.head_dim - rope.dimensions(self.head_dim)) % 2:
                 raise LadderError(f"{rope.share} of head size {self.head_dim} is no number of pairs to rotate")
+            if rope.share != 1 and self.habits.qk_norm:
+                raise LadderError(f"{self.family}: norms of queries and keys need heads that are rotated as a whole")
             if rope.factors and len(rope.factors) != rope.dimensions(self.head_dim) // 2:
                 raise LadderError(f"rotary scaling has {len(rope.factors)} factors for head size {self.head_dim}")
         self._fill("activation", FAMILIES[self.family].activation, "")
@@ -148,13 +150,22 @@ class ModelConfig:
             return self.wiring.sub_blocks()
         return Wiring(tuple("parallel" if row == "standard" else row for row in self.wiring.layers)).sub_blocks()
 
+    @property
+    def most_all_reduces(self) -> int:
+        """Of a pass under any wiring: the embedding's, each sub-block's, and those of norms that span all heads."""
+        return 1 + (2 + (self.habits.qk_norm == "all")) * self.layers
+
     def rewired(self, pattern: str) -> "ModelConfig":
         """The same model with another wiring, given as text."""
         return replace(self, wiring=Wiring.parse(pattern, self.layers), ranks=1)
 
     def first(self, layers: int) -> "ModelConfig":
         """Only so many of its layers, under the standard wiring."""
-        return replace(self, layers=layers, wiring=Wiring(()), ranks=1, windows=self.windows[:layers])
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < layers))
+        kept = replace(self, layers=layers, wiring=Wiring(()), ranks=1, windows=self.windows[:layers])
+        return replace(kept, experts=experts, no_rope=tuple(n for n in self.no_rope if n < layers))
 
     def degrees(self, expert_parallel: bool = False) -> list[int]:
         """The numbers of ranks this model can be shared by."""

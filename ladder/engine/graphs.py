@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Graphs:
-    """`forward`'s passes. A batch is filled up to a power of two with lines for `spare`, a slot of the cache that no
-    request has; a prompt is filled up to a power of two at its end.
+    """`forward`'s passes. A batch is filled up to a power of two with rows for `spare`, a slot of the cache that no
+    sequence has; a prompt is filled up to a power of two at its end.
     """
 
     def __init__(self, forward: Forward, spare: int) -> None:
@@ -29,11 +29,11 @@ class Graphs:
         count = len(tokens)
         bucket = 1 << (count - 1).bit_length()
         fill = bucket - count
-        lines = [[*tokens, *[0] * fill], [*slots, *[self._spare] * fill], [*positions, *[0] * fill]]
-        logits, best = self.captured(bucket).replay(torch.tensor(lines))
+        rows = [[*tokens, *[0] * fill], [*slots, *[self._spare] * fill], [*positions, *[0] * fill]]
+        logits, argmax = self.captured(bucket).replay(torch.tensor(rows))
         if logits.is_cuda:  # no other kernel may have to be loaded meanwhile, see `Flagged.for_kernel`
             torch.cuda.current_stream(logits.device).synchronize()
-        return logits[:count], best[:count]
+        return logits[:count], argmax[:count]
 
     def prompt(self, tokens: Sequence[int], slot: int) -> Tensor:
         """The logits [1, block] after a prompt of up to LONGEST tokens in a slot that holds nothing yet."""
@@ -75,8 +75,8 @@ class _Captured:
         self._inputs[1] = spare
         self._graph, self._results = _capture(lambda: forward.decode(*self._inputs), device)
 
-    def replay(self, lines: Tensor) -> tuple[Tensor, Tensor]:
-        self._inputs.copy_(lines)
+    def replay(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        self._inputs.copy_(rows)
         self._graph.replay()
         return self._results
 
@@ -88,10 +88,10 @@ class _CapturedPrompt:
         self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
         self._inputs[1] = spare
         self._last = torch.zeros(1, dtype=torch.long, device=device)
-        self._place = forward.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
+        self._beginnings = forward.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
 
         def step() -> Tensor:
-            return forward.prefill_at(self._inputs[:1], self._last, self._inputs[1], self._place)
+            return forward.prefill_at(self._inputs[:1], self._last, self._inputs[1], self._beginnings)
 
         self._graph, self._results = _capture(step, device)
 

@@ -71,5 +71,5 @@ class Passes:
         except RuntimeError:  # torch's word for no memory, on the CPU and on the GPU
             raise LadderError(
                 f"no memory for a cache of {self._slots} requests of {capacity} tokens: "
-                "lower --batch or --max-new-tokens"
+                "lower --max-num-seqs or --max-new-tokens"
             ) from None

@@ -97,8 +97,9 @@ class Decode(FusedReader):
         stream.write(lambda plus, divisor: self.launch.project(x, weight, plus, divisor, scale), out, self.post(post))
 
     def head(self, stream: ResidualStream, norm: Norm, head: Head, last: Tensor | None) -> Tensor:
-        source = Source.of(stream.begin_read(0))
-        product = self.launch.norm_project(source, norm, head, "head", dtype=torch.float32)[0][0]
+        terms = stream.begin_read(0)
+        product, total = self.launch.norm_project(Source.of(terms), norm, head, "head", dtype=torch.float32)
+        stream.end_read(terms, total)
         if self._signalled is not None:
             self._signalled.end()
-        return head.finish(product)
+        return head.finish(product[0])

@@ -44,8 +44,9 @@ class Embedding(VocabularyRows):
 
     def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype) -> None:
         super().__init__(config.names.embed, config, comm, dtype)
-        # rounded as the family's own code does
-        self.scale = float(torch.tensor(config.embedding_scale, dtype=dtype, device="cpu"))
+        self.scale = config.embedding_scale
+        if config.habits.root_embedding:  # rounded, as the families' own code does
+            self.scale = float(torch.tensor(self.scale, dtype=dtype, device="cpu"))
         self.positions_name = config.names.positions
         self.positions: nn.Parameter | None = None
         if self.positions_name is not None and comm.rank == 0:

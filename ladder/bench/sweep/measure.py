@@ -132,7 +132,7 @@ def runner(model: Decoder, cache: KVCache, cell: Cell, comm: Comm, launch: Launc
     if launch is None:
         return PlainRunner(model, cache, cell, own)
     if own is comm and comm.size > 1:
-        own = Signalled([own], cache.keys[0].device, 2 * model.config.layers + 2)
+        own = Signalled([own], cache.keys[0].device, model.config.most_all_reduces + 1)
     return GraphRunner(model, cache, cell, own, launch)
 
 

@@ -69,7 +69,7 @@ def make_model_runner(
             logger.info("no CUDA graphs: this communication backend cannot be captured in one")
         if timed.size > 1 and (graphs or getattr(timed, "signals", False)):
             # a flag for each all-reduce, the embedding's too
-            timed = Signalled([timed], device, 2 * setup.config.layers + 1)
+            timed = Signalled([timed], device, setup.config.most_all_reduces)
     model = load(
         Decoder(setup.config, timed, device, expert_parallel=setup.options.expert_parallel),
         setup.directory,
