@@ -198,7 +198,7 @@ def test_llama3_frequencies_at_the_published_settings() -> None:
         ({"model_type": "gpt2"}, "'n_layer' is missing"),
         ({"model_type": None}, "unknown model family None"),
         ({"hidden_act": "quick_gelu"}, "'quick_gelu' is not supported: known are silu, gelu"),
-        ({"quantization_config": {"bits": 4}}, "'quant_method' is missing"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must name a quant_method"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "wide"}, "'hidden_size' must be a whole number, not 'wide'"),
         ({"hidden_size": 64.0}, "'hidden_size' must be a whole number, not 64.0"),
