@@ -3,9 +3,6 @@
 On a GPU the kernels are compiled and launched as in the product; without one they run in Triton's interpreter.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,36 +20,15 @@ from ladder.kernels.experts.router import (
     route_reference,
     router_logits,
 )
+from tests.test_kernels import DEVICE, PDL, dtype, poisoned
 
+assert dtype  # a fixture
 pytestmark = pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-PDL = GPU and torch.cuda.get_device_capability() >= (9, 0)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16) if GPU else (torch.float32,)
 BATCHES = (1, 3, 17)
 # rows choose among experts, `local` of which, from `first` on, are this rank's
 SHARES = {"all": (0, 6), "lower": (0, 3), "upper": (4, 2)}
 EXPERTS = 6
-
-
-@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    kind: torch.dtype = request.param
-    return kind
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory that is asked for is full of NaN, or of the largest integer."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def drawn(seed: int, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:

@@ -184,7 +184,7 @@ def test_a_step_leaves_copies_the_same(results: list[Any], case: tuple[str, str]
     shared = [name for name, place in first["places"].items() if second["places"].get(name) == place]
     kinds = {name.split(".")[-2] for name in shared}
     assert kinds >= {"input_layernorm", "post_attention_layernorm", "norm"}
-    assert ("k_proj" in kinds) == (config.kv_heads == 1) and ("q_norm" in kinds) == bool(config.habits.qk_norm)
+    assert ("k_proj" in kinds) == (config.kv_heads == 1) and ("q_norm" in kinds) == bool(config.family_row.qk_norm)
     for name in shared:
         assert torch.equal(first["after"][name], second["after"][name]), name
     for found in (first, second):

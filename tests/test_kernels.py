@@ -36,9 +36,9 @@ from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata
 from ladder.layers.embedding import Embedding
+from ladder.layers.formats import Dense
 from ladder.layers.norm import Norm
 from ladder.layers.rope import RopeTable
-from ladder.layers.weight import Dense
 
 pytestmark = pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from ladder.comm.base import Comm
+from ladder.comm.base import Comm, Solo
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig, Rope
 from tests import families, oracle, oracle_families
 from tests.oracle_families import HABITS, Habits
+from tests.recording import Event, Recording
 from tests.test_parity import WIRINGS
 from tests.tolerance import apart, forward
 from tests.weights import decoder, draw, joined
@@ -167,3 +168,12 @@ def test_the_experts_habits_move_the_logits() -> None:
     for change in ({"normalize": False}, {"top_k": 1}):
         other = replace(config, experts=replace(config.experts, **change))
         assert apart(oracle.logits(other, weights, tokens, rows, 1), with_it) > 100 * tolerance(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_number_of_all_reduces(name: str) -> None:
+    """Where every sub-block reduces, as many as there must be flags for: a norm over all heads has one of its own."""
+    config, weights, tokens = model(name)
+    config, log = config.rewired("ladder"), list[Event]()
+    decoder(config, weights, Recording(Solo(), log))(tokens)
+    assert [kind for kind, _ in log].count("send") == config.most_all_reduces

@@ -38,11 +38,15 @@ def _flag(name: str) -> str:
 
 
 _WINDOW = {"--window": "--seq-len"}
+_LINK = {"--link": "--emulate-link"}
 _TRAINING = {**_WINDOW, "--micro": "--micro-batch-size"}
 # by verb: options of earlier versions, and what they are called now
 RENAMED: dict[str, dict[str, str]] = {
     "generate": {_flag(old): _flag(new) for old, new in ENGINE_RENAMED.items()},
     "fit": _WINDOW,
+    "scan": _WINDOW,
+    "trace": _LINK,
+    "bench": _LINK,
     "adapt": {**_TRAINING, "--begin": "--init-from", "--rank": "--lora-rank"},
     "train": _TRAINING,
 }

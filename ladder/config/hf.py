@@ -191,7 +191,7 @@ def _windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int |
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """A config.json's content: plain for the standard wiring, else one that only software with wirings reads."""
-    family = config.habits
+    family = config.family_row
     keys = {**KEYS, **family.keys}
     raw: dict[str, Any] = {
         "architectures": [family.architecture],

@@ -68,7 +68,7 @@ class ModelConfig:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     dtype: str = "float32"
-    weights: str = "dense"  # how matrices are stored: a row of layers/weight.py
+    weights: str = "dense"  # how matrices are stored: a row of layers/formats.py
     wiring: Wiring = Wiring(())  # empty: standard
     ranks: int = 1  # the TP degree that a wiring whose function depends on it was trained for; 1: any
 
@@ -93,7 +93,7 @@ class ModelConfig:
         for rope in (self.rope, self.local_rope or self.rope):
             if rope.dimensions(self.head_dim) % 2 or (self.head_dim - rope.dimensions(self.head_dim)) % 2:
                 raise LadderError(f"{rope.share} of head size {self.head_dim} is no number of pairs to rotate")
-            if rope.share != 1 and self.habits.qk_norm:
+            if rope.share != 1 and self.family_row.qk_norm:
                 raise LadderError(f"{self.family}: norms of queries and keys need heads that are rotated as a whole")
             if rope.factors and len(rope.factors) != rope.dimensions(self.head_dim) // 2:
                 raise LadderError(f"rotary scaling has {len(rope.factors)} factors for head size {self.head_dim}")
@@ -115,14 +115,14 @@ class ModelConfig:
             object.__setattr__(self, name, default)
 
     @property
-    def habits(self) -> Family:
+    def family_row(self) -> Family:
         """The family's row."""
         return FAMILIES[self.family]
 
     @property
     def names(self) -> Names:
         """Where the family's checkpoints keep each tensor."""
-        return self.habits.variants[self.variant] if self.habits.variants else self.habits.names
+        return self.family_row.variants[self.variant] if self.family_row.variants else self.family_row.names
 
     @property
     def scale(self) -> float:
@@ -133,7 +133,7 @@ class ModelConfig:
 
     @property
     def embedding_scale(self) -> float:
-        return self.hidden**0.5 if self.habits.root_embedding else self.embed_scale
+        return self.hidden**0.5 if self.family_row.root_embedding else self.embed_scale
 
     def rope_of(self, layer: int) -> Rope | None:
         """A layer's rotary embedding."""
@@ -153,7 +153,7 @@ class ModelConfig:
     @property
     def most_all_reduces(self) -> int:
         """Of a pass under any wiring: the embedding's, each sub-block's, and those of norms that span all heads."""
-        return 1 + (2 + (self.habits.qk_norm == "all")) * self.layers
+        return 1 + (2 + (self.family_row.qk_norm == "all")) * self.layers
 
     def rewired(self, pattern: str) -> "ModelConfig":
         """The same model with another wiring, given as text."""

@@ -41,7 +41,7 @@ class FusedReader:
         if block.qk_norm != "all":
             return qkv
         q, k, v = block.split(qkv)
-        q, k = block.normed(stream, q, k)
+        q, k = block.norm_qk(stream, q, k)
         return torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
 
 

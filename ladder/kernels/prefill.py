@@ -51,7 +51,7 @@ class Prefill(FusedReader):
         q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=2)
         if metadata.seen > metadata.shape[1]:  # what came before is in the cache
             k, v = keys[metadata.read, : metadata.seen], values[metadata.read, : metadata.seen]
-        return block.look(q, k, v, metadata)
+        return block.scaled_dot_product(q, k, v, metadata)
 
     def experts(self, stream: ResidualStream, out: Out, block: ExpertMLP, x: Tensor) -> None:
         choice = block.choose(x)

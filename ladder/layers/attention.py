@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
+from ladder.layers.formats import new_weight
 from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import Piece, part
-from ladder.layers.weight import new_weight
 from ladder.residual import ResidualStream
 from ladder.wiring import SubBlock
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.o_proj = new_weight(config.weights, config.hidden, self.heads * config.head_dim, bias, dtype, [o])
         self.norm = new_norm(prefix, names.attention_norm, config, dtype)
         self.post_norm = new_norm(prefix, names.attention_post_norm, config, dtype)
-        self.qk_norm = config.habits.qk_norm
+        self.qk_norm = config.family_row.qk_norm
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if self.qk_norm == "head":
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(widths, dim=-1))
         return q, k, v
 
-    def normed(self, stream: ResidualStream, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_qk(self, stream: ResidualStream, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [rows, heads, d] through their norms, where there are any."""
         if self.q_norm is None or self.k_norm is None:
             return q, k
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q.flatten(1), q_mean).view_as(q), self.k_norm(k.flatten(1), k_mean).view_as(k)
         return q, k
 
-    def look(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
+    def scaled_dot_product(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
         """softmax( q k^T scale ) v for q, k, v [batch, tokens or positions, heads, d] -> [rows, heads * d]."""
         mask = metadata.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))

@@ -45,7 +45,7 @@ class Embedding(VocabularyRows):
     def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype) -> None:
         super().__init__(config.names.embed, config, comm, dtype)
         self.scale = config.embedding_scale
-        if config.habits.root_embedding:  # rounded, as the families' own code does
+        if config.family_row.root_embedding:  # rounded, as the families' own code does
             self.scale = float(torch.tensor(self.scale, dtype=dtype, device="cpu"))
         self.positions_name = config.names.positions
         self.positions: nn.Parameter | None = None

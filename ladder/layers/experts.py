@@ -8,10 +8,10 @@ from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.layers.activation import activate
 from ladder.layers.cache import KVCache, Metadata
+from ladder.layers.formats import Dense, new_weight
 from ladder.layers.norm import new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import Piece, part
-from ladder.layers.weight import Dense, new_weight
 from ladder.residual import ResidualStream
 from ladder.wiring import SubBlock
 

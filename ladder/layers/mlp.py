@@ -6,10 +6,10 @@ from torch import nn
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.layers.cache import KVCache, Metadata
+from ladder.layers.formats import new_weight
 from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import Piece, part
-from ladder.layers.weight import new_weight
 from ladder.residual import ResidualStream
 from ladder.wiring import SubBlock
 
@@ -23,7 +23,8 @@ class MLP(nn.Module):
         """`norm`: the attention's, to share it."""
         super().__init__()
         names, prefix = config.names, f"{config.names.layers}.{layer}."
-        self.activation, self.gated, self.residual_scale = config.activation, config.habits.gated, config.residual_scale
+        self.activation, self.gated = config.activation, config.family_row.gated
+        self.residual_scale = config.residual_scale
         mine = part(config.ffn, comm.size, comm.rank)
         width, parts = mine.stop - mine.start, 1 + self.gated
         everything = slice(0, config.hidden)

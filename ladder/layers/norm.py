@@ -20,7 +20,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.width, self.eps = name, width, config.norm_eps
-        self.offset, self.centered = config.habits.norm_offset, config.habits.layer_norm
+        self.offset, self.centered = config.family_row.norm_offset, config.family_row.layer_norm
         self.part = part or slice(0, width)
         mine = self.part.stop - self.part.start
         self.weight = nn.Parameter(torch.empty(mine, dtype=dtype), requires_grad=False)

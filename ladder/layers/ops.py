@@ -95,7 +95,7 @@ class Plain:
     ) -> Tensor:
         assert isinstance(metadata, PrefillMetadata)
         q, k, v = block.split(qkv)
-        q, k = block.normed(stream, q, k)
+        q, k = block.norm_qk(stream, q, k)
         cos, sin = metadata.cos[block.rope], metadata.sin[block.rope]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
@@ -104,7 +104,7 @@ class Plain:
         q, k, v = (x.unflatten(0, metadata.shape) for x in (q, k, v))
         if cache is not None:
             k, v = (x[block.layer][metadata.read, : metadata.seen] for x in (cache.keys, cache.values))
-        return block.look(q, k, v, metadata)
+        return block.scaled_dot_product(q, k, v, metadata)
 
     def experts(self, stream: ResidualStream, out: Out, block: "ExpertMLP", x: Tensor) -> None:
         y = block.apply_experts(x, *block.choose(x))

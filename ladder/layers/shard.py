@@ -1,11 +1,10 @@
-"""Which slice of a Hugging Face tensor a rank reads, and where it is copied to; and what all storage formats share."""
+"""Which slice of a Hugging Face tensor a rank reads, and where it is copied to."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -35,32 +34,6 @@ class Sharded(Protocol):
     """A module with parameters: the class that fuses or splits a weight also says how."""
 
     def shards(self) -> Iterator[Shard]: ...
-
-
-class StoredWeight(nn.Module):
-    """One rank's share of a matrix in some storage format: what all formats have. They keep the protocol `Weight`."""
-
-    def __init__(
-        self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
-    ) -> None:
-        super().__init__()
-        self.outputs, self.inputs, self.groups = outputs, inputs, groups
-        self.pieces = tuple(pieces)
-        added = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
-        self.bias: nn.Parameter | None = added
-
-    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
-        raise NotImplementedError
-
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(self.multiply(x))
-
-    def shards(self) -> Iterator[Shard]:
-        raise NotImplementedError
-
-    @property
-    def dense(self) -> Tensor | None:
-        return None
 
 
 def part(total: int, size: int, rank: int) -> slice:

@@ -1,19 +1,16 @@
-"""How a matrix is stored, how a rank takes its slice of it, and how it multiplies.
+"""A matrix however it is stored: how it multiplies, and what every storage format has. formats.py has the formats.
 
-Code outside this file touches the stored tensor only through `dense`, which is for kernels that read it as it is. A
-storage format is a class that keeps the protocol `Weight`, and a row in FORMATS.
+Code outside a format touches the stored tensor only through `dense`, which is for kernels that read it as it is.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ladder.errors import LadderError
-from ladder.layers.shard import Piece, Shard, StoredWeight
+from ladder.layers.shard import Piece, Shard
 
 
 class Weight(Protocol):
@@ -41,64 +38,27 @@ class Weight(Protocol):
     def bias(self) -> Tensor | None: ...
 
 
-class Dense(StoredWeight):
-    """A matrix as it is, in the model's dtype."""
+class StoredWeight(nn.Module, ABC):
+    """One rank's share of a matrix in some storage format: what all formats have. They keep the protocol `Weight`."""
 
     def __init__(
         self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
     ) -> None:
-        super().__init__(outputs, inputs, bias, dtype, pieces, groups)
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
+        super().__init__()
+        self.outputs, self.inputs, self.groups = outputs, inputs, groups
+        self.pieces = tuple(pieces)
+        added = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
+        self.bias: nn.Parameter | None = added
 
-    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
-        if group is None:
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight.unflatten(0, (self.groups, -1))[group])
+    @abstractmethod
+    def multiply(self, x: Tensor, group: int | None = None) -> Tensor: ...
 
     def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        torch.mm(x, self.weight.t(), out=out)
-        if self.bias is not None:
-            out.add_(self.bias)
+        out.copy_(self.multiply(x))
 
-    def shards(self) -> Iterator[Shard]:
-        for piece in self.pieces:
-            here = slice(piece.at, piece.at + piece.rows.stop - piece.rows.start)
-            shape, index, target = piece.shape, (piece.rows, piece.columns), self.weight.data[here]
-            if piece.transposed:
-                shape, index, target = shape[::-1], index[::-1], target.t()
-            yield Shard(f"{piece.name}.weight", shape, index, target)
-            if self.bias is not None:
-                yield Shard(f"{piece.name}.bias", piece.shape[:1], (piece.rows,), self.bias.data[here])
+    @abstractmethod
+    def shards(self) -> Iterator[Shard]: ...
 
     @property
-    def dense(self) -> Tensor:
-        return self.weight
-
-
-FORMATS: dict[str, type[StoredWeight]] = {"dense": Dense}
-
-
-def new_weight(
-    form: str, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
-) -> StoredWeight:
-    """A matrix in the storage format `form`, not yet filled."""
-    if form not in FORMATS:
-        raise LadderError(f"quantized weights ({form}) are not supported: save the model in bfloat16 or float32 first")
-    return FORMATS[form](outputs, inputs, bias, dtype, _joined(pieces), groups)
-
-
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours in the checkpoint that stay neighbours become one piece."""
-    found: list[Piece] = []
-    for piece in pieces:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and replace(last, rows=piece.rows, at=piece.at) == piece
-            and last.rows.stop == piece.rows.start
-            and last.at + last.rows.stop - last.rows.start == piece.at
-        ):
-            found[-1] = replace(last, rows=slice(last.rows.start, piece.rows.stop))
-        else:
-            found.append(piece)
-    return found
+    def dense(self) -> Tensor | None:
+        return None

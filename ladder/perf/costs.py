@@ -37,7 +37,7 @@ class RankCosts:
         as so many tokens are expected to choose independently; the mean of the layers with and without.
         """
         c = self.config
-        dense = (2 + c.habits.gated) * c.hidden * c.ffn // self.tp
+        dense = (2 + c.family_row.gated) * c.hidden * c.ffn // self.tp
         if c.experts is None:
             return dense
         missed = 0.0 if rows is None else (1 - c.experts.top_k / c.experts.count) ** rows
@@ -49,13 +49,13 @@ class RankCosts:
     def vectors(self) -> int:
         """Elements of all norms, biases and learned positions."""
         c = self.config
-        names, norm = c.names, c.hidden * (1 + c.habits.layer_norm)
+        names, norm = c.names, c.hidden * (1 + c.family_row.layer_norm)
         norms = [names.attention_norm, names.attention_post_norm, names.mlp_norm, names.mlp_post_norm]
         layer = norm * len({name for name in norms if name is not None})
         heads = c.head_dim * (self.heads + self.kv_heads)
-        layer += {"": 0, "head": 2 * c.head_dim, "all": heads}[c.habits.qk_norm]
+        layer += {"": 0, "head": 2 * c.head_dim, "all": heads}[c.family_row.qk_norm]
         layer += c.qkv_bias * (heads + c.head_dim * self.kv_heads) + c.o_bias * c.hidden
-        layer += c.mlp_bias * ((1 + c.habits.gated) * c.ffn // self.tp + c.hidden)
+        layer += c.mlp_bias * ((1 + c.family_row.gated) * c.ffn // self.tp + c.hidden)
         return c.layers * layer + norm + (0 if names.positions is None else c.context * c.hidden)
 
     @property

@@ -1,0 +1,75 @@
+"""Storage formats of matrices. A format is a subclass of `StoredWeight`, in a file of its own, and a row in FORMATS."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ladder.errors import LadderError
+from ladder.layers.shard import Piece, Shard
+from ladder.layers.weight import StoredWeight
+
+
+class Dense(StoredWeight):
+    """A matrix as it is, in the model's dtype."""
+
+    def __init__(
+        self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
+    ) -> None:
+        super().__init__(outputs, inputs, bias, dtype, pieces, groups)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype), requires_grad=False)
+
+    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
+        if group is None:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight.unflatten(0, (self.groups, -1))[group])
+
+    def multiply_into(self, x: Tensor, out: Tensor) -> None:
+        torch.mm(x, self.weight.t(), out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
+
+    def shards(self) -> Iterator[Shard]:
+        for piece in self.pieces:
+            here = slice(piece.at, piece.at + piece.rows.stop - piece.rows.start)
+            shape, index, target = piece.shape, (piece.rows, piece.columns), self.weight.data[here]
+            if piece.transposed:
+                shape, index, target = shape[::-1], index[::-1], target.t()
+            yield Shard(f"{piece.name}.weight", shape, index, target)
+            if self.bias is not None:
+                yield Shard(f"{piece.name}.bias", piece.shape[:1], (piece.rows,), self.bias.data[here])
+
+    @property
+    def dense(self) -> Tensor:
+        return self.weight
+
+
+FORMATS: dict[str, type[StoredWeight]] = {"dense": Dense}
+
+
+def new_weight(
+    form: str, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
+) -> StoredWeight:
+    """A matrix in the storage format `form`, not yet filled."""
+    if form not in FORMATS:
+        raise LadderError(f"quantized weights ({form}) are not supported: save the model in bfloat16 or float32 first")
+    return FORMATS[form](outputs, inputs, bias, dtype, _joined(pieces), groups)
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbours in the checkpoint that stay neighbours become one piece."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and replace(last, rows=piece.rows, at=piece.at) == piece
+            and last.rows.stop == piece.rows.start
+            and last.at + last.rows.stop - last.rows.start == piece.at
+        ):
+            found[-1] = replace(last, rows=slice(last.rows.start, piece.rows.stop))
+        else:
+            found.append(piece)
+    return found
