@@ -50,11 +50,13 @@ class Random:
         self._last: tuple[object, Tensor] = (None, torch.empty(0))
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        if self._last[0] != (name, shape):  # several pieces of one tensor are read one after the other
+        key, whole = self._last  # taken once: ranks that are threads read from one source
+        if key != (name, shape):  # several pieces of one tensor are read one after the other
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
             whole = torch.randn(shape, generator=generator) * self.deviation
-            self._last = (name, shape), whole + 1 if _NORM.search(name) else whole
-        return self._last[1][index]
+            whole = whole + 1 if _NORM.search(name) else whole
+            self._last = (name, shape), whole
+        return whole[index]
 
 
 class Directory:

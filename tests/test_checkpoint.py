@@ -295,6 +295,21 @@ def test_random_weights_do_not_depend_on_the_degree() -> None:
     assert set(found.values()) == {4} and found.keys() == whole.keys()
 
 
+def test_ranks_that_are_threads_read_from_one_source() -> None:
+    """Another thread reads another tensor while this one looks whether it has just read the same."""
+    source, whole = Random(), (slice(None),)
+
+    class Interrupted(tuple[int, ...]):
+        def __eq__(self, other: object) -> bool:
+            source.read("another", (3,), whole)
+            return super().__eq__(other)
+
+        __hash__ = tuple.__hash__
+
+    expected = source.read("first", (2,), whole)
+    assert torch.equal(source.read("first", Interrupted((2,)), whole), expected)
+
+
 def test_names_without_the_base_model(tmp_path: Path) -> None:
     """As GPT-2 is published: transformers reads such files, too."""
     theirs = make("gpt2", tmp_path)
