@@ -50,8 +50,10 @@ class Layer(nn.Module):
             self.mlp = MLP(config, index, comm, dtype, self.attention.norm if config.names.shared_norm else None)
 
     def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:
-        for block, wiring in zip((self.attention, self.mlp), self.wiring, strict=True):
-            block(ops, stream, wiring, metadata, cache)
+        # attention on a lane of its own, where there are two: it is the shorter one
+        for lane, block, wiring in zip((1, 0), (self.attention, self.mlp), self.wiring, strict=True):
+            with ops.lanes.on(lane):
+                block(ops, stream, wiring, metadata, cache)
 
 
 class Decoder(nn.Module):
@@ -106,9 +108,11 @@ class Decoder(nn.Module):
 
     def run(self, ops: Ops, tokens: Tensor, metadata: Metadata, cache: KVCache | None, last: Tensor | None) -> Tensor:
         """The pass itself, by the backend `ops`: `tokens` [rows] -> logits [rows `last`, or all, block]."""
-        stream = ResidualStream.from_partial(self.comm, ops.embed(self.embed_tokens, tokens, metadata), self.reduces)
+        embedding = ops.embed(self.embed_tokens, tokens, metadata)
+        stream = ResidualStream.from_partial(self.comm, embedding, self.reduces, ops.lanes)
         for layer in self.layers:
             layer(ops, stream, metadata, cache)
+        ops.lanes.join()
         return ops.head(stream, self.norm, self.lm_head, last)
 
     @property

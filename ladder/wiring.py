@@ -10,10 +10,12 @@ A row of the table is a cycle of such pairs, repeated over the sub-blocks of a r
 
     standard     (0 reduce)                 every sub-block waits for the all-reduce before it
     parallel     (0 hold, 0 reduce)         attention and MLP read the same stream and share one all-reduce (PaLM)
+    parallel-N   (N hold, N reduce)         ... which runs while the next N layers compute
     ladder       (1 reduce)                 every all-reduce runs while the next sub-block computes
     ladder-N     (N reduce)                 ... while the next N sub-blocks compute
     ladder-A-M   (A reduce, M reduce)       lag A for attention, lag M for the MLP
     desync-Nx    (0 local) x (N-1), 0 reduce
+    desync-Nx-L  (L local) x (N-1), L reduce    ... L all-reduces behind
     none         (0 local)                  no communication: the upper bound on speed, not a model
 
 A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
@@ -24,7 +26,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from ladder.errors import LadderError
 
@@ -56,20 +58,25 @@ ROWS: dict[str, Row] = {
 
 _NUMBER = r"(0|[1-9][0-9]{0,3})"
 _LADDER = re.compile(rf"ladder-{_NUMBER}(?:-{_NUMBER})?")
-_DESYNC = re.compile(r"desync-([1-9][0-9]{0,3})x")
-_KNOWN = "standard, parallel, ladder, ladder-N, ladder-A-M, desync-Nx, none"
+_PARALLEL = re.compile(rf"parallel-{_NUMBER}")
+_DESYNC = re.compile(rf"desync-([1-9][0-9]{{0,3}})x(?:-{_NUMBER})?")
+_KNOWN = "standard, parallel, parallel-N, ladder, ladder-N, ladder-A-M, desync-Nx, desync-Nx-L, none"
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a row's name (`ladder-1` is `ladder`, `ladder-2-2` is `ladder-2`); refuses unknown names."""
-    if name in ROWS or _DESYNC.fullmatch(name):
+    """The one spelling of a row's name (`ladder-1` is `ladder`, `parallel-0` is `parallel`); refuses unknown names."""
+    if name in ROWS:
         return name
+    if match := _PARALLEL.fullmatch(name):
+        return "parallel" if match[1] == "0" else name
+    if _DESYNC.fullmatch(name):
+        return name.removesuffix("-0")
     if match := _LADDER.fullmatch(name):
         attention, mlp = match[1], match[2] or match[1]
         if attention != mlp:
             return f"ladder-{attention}-{mlp}"
         return {"0": "standard", "1": "ladder"}.get(attention, f"ladder-{attention}")
-    raise LadderError(f"unknown wiring {name!r}: known are {_KNOWN} (N, A, M are numbers below 10000)")
+    raise LadderError(f"unknown wiring {name!r}: known are {_KNOWN} (N, A, M, L are numbers below 10000)")
 
 
 def row(name: str) -> Row:
@@ -77,10 +84,19 @@ def row(name: str) -> Row:
     name = canonical(name)
     if name in ROWS:
         return ROWS[name]
+    if match := _PARALLEL.fullmatch(name):
+        return SubBlock(int(match[1]), Out.HOLD), SubBlock(int(match[1]), Out.REDUCE)
     if match := _DESYNC.fullmatch(name):
-        return (SubBlock(0, Out.LOCAL),) * (int(match[1]) - 1) + (SubBlock(0, Out.REDUCE),)
+        lag = int(match[2] or 0)
+        return (SubBlock(lag, Out.LOCAL),) * (int(match[1]) - 1) + (SubBlock(lag, Out.REDUCE),)
     lags = [int(lag) for lag in name.split("-")[1:]]
     return tuple(SubBlock(lag, Out.REDUCE) for lag in lags)
+
+
+def independent(blocks: Sequence[SubBlock]) -> list[bool]:
+    """Whether each sub-block may run at the same time as the one before it, whose result it does not read."""
+    free = (one.out is Out.HOLD or (one.out is Out.REDUCE and other.lag > 0) for one, other in pairwise(blocks))
+    return [False, *free]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ def _mlp(kind: str, layer: Any) -> Block:
 
 
 def oracle(model: Any, wirings: list[str], **inputs: Any) -> Tensor:
-    """The logits of an untouched model's weights under one wiring a layer: standard, parallel, ladder or ladder-2."""
+    """The logits of an untouched model's weights under one wiring a layer: standard, parallel-N or ladder-N."""
     base = model.base_model
     layers = base.h if hasattr(base, "h") else base.layers
     calls: list[dict[str, Any]] = []
@@ -145,11 +145,12 @@ def oracle(model: Any, wirings: list[str], **inputs: Any) -> Tensor:
     seen = 0  # the newest that anybody has read: what has been waited for stays in the stream
     for wiring, layer, call in zip(wirings, layers, calls, strict=True):
         blocks = [_attention(kind, layer, call), _mlp(kind, layer)]
-        if wiring == "parallel" or (wiring == "standard" and born_parallel(model)):
-            seen = len(streams) - 1
-            streams.append(streams[-1] + (blocks[0](streams[-1]) + blocks[1](streams[-1])))
+        kind_of_wiring, _, number = wiring.partition("-")
+        lag = int(number or kind_of_wiring == "ladder")
+        if kind_of_wiring == "parallel" or (wiring == "standard" and born_parallel(model)):
+            seen = max(seen, len(streams) - 1 - lag)
+            streams.append(streams[-1] + (blocks[0](streams[seen]) + blocks[1](streams[seen])))
         else:
-            lag = {"standard": 0, "ladder": 1, "ladder-2": 2}[wiring]
             for block in blocks:
                 seen = max(seen, len(streams) - 1 - lag)
                 streams.append(streams[-1] + block(streams[seen]))

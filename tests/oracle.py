@@ -55,6 +55,7 @@ def logits(
 def schedule(rows: Sequence[str]) -> list[tuple[int, str]]:
     """(lag, out) of every sub-block, attention and MLP in turn."""
     table: list[tuple[int, str]] = []
+    rows = [name if name.startswith("ladder") else name.removesuffix("-0") for name in rows]  # two names of one row
     count = 0  # sub-blocks since the run of layers of this row began
     for layer, name in enumerate(rows):
         if layer and rows[layer - 1] != name:
@@ -70,14 +71,14 @@ def fact(name: str, count: int) -> tuple[int, str]:
     is_mlp = count % 2 == 1
     if name == "standard":
         return 0, "reduce"
-    if name == "parallel":
-        return 0, "reduce" if is_mlp else "hold"
     if name == "none":
         return 0, "local"
     kind, *numbers = name.split("-")
+    if kind == "parallel":
+        return int(numbers[0]) if numbers else 0, "reduce" if is_mlp else "hold"
     if kind == "desync":
-        every = int(numbers[0].rstrip("x"))
-        return 0, "reduce" if (count + 1) % every == 0 else "local"
+        every, lag = int(numbers[0].rstrip("x")), int(numbers[1]) if len(numbers) > 1 else 0
+        return lag, "reduce" if (count + 1) % every == 0 else "local"
     assert kind == "ladder"
     if not numbers:
         return 1, "reduce"

@@ -48,7 +48,7 @@ TINY = BenchOptions(
 def quiet(*_: object) -> None: ...
 
 
-def test_quick_is_seven_arms_in_turns() -> None:
+def test_quick_is_all_arms_in_turns() -> None:
     found = cells(BenchOptions(preset="quick"), ONE_GPU)  # a GPU does not change what it measures
     assert [[cell.arm for cell in compared] for compared in comparisons(found)] == [list(ARMS)] * 2
     assert {(cell.device, cell.mode, cell.tp, cell.link_kind) for cell in found} == {("cpu", "ranks", 2, "emulated")}
@@ -58,7 +58,7 @@ def test_quick_is_seven_arms_in_turns() -> None:
 
 def test_the_papers_protocol() -> None:
     found = cells(BenchOptions(preset="paper"), ONE_GPU)
-    assert len(found) == 3 * 4 * 2 * 7 and {(cell.prompt, cell.new, cell.context) for cell in found} == {
+    assert len(found) == 3 * 4 * 2 * 8 and {(cell.prompt, cell.new, cell.context) for cell in found} == {
         (1024, 512, 1280)
     }
     links = {(cell.tp, cell.cell_link) for cell in found}
@@ -68,15 +68,15 @@ def test_the_papers_protocol() -> None:
     assert {cell.mode for cell in found} == {"one-rank"}
     real = cells(BenchOptions(preset="paper"), EIGHT)  # several GPUs use their own link
     assert {(cell.mode, cell.link, cell.link_kind) for cell in real} == {("ranks", "nccl", "real")}
-    assert len(real) == 3 * 4 * 6 and "standard-fused" not in {cell.arm for cell in real}
+    assert len(real) == 3 * 4 * 7 and "standard-fused" not in {cell.arm for cell in real}
     asked = cells(BenchOptions(preset="paper", emulate_link=("ib_2node_nccl",), tp=(8,), batch=(1,)), EIGHT)
-    assert {(cell.link_kind, cell.cell_link) for cell in asked} == {("emulated", "ib_2node_nccl")} and len(asked) == 7
+    assert {(cell.link_kind, cell.cell_link) for cell in asked} == {("emulated", "ib_2node_nccl")} and len(asked) == 8
 
 
 @pytest.mark.parametrize("name, prompt", [("1k1k", 1024), ("8k1k", 8192)])
 def test_todays_protocols(name: str, prompt: int) -> None:
     found = cells(BenchOptions(preset=name), ONE_GPU)
-    assert len(found) == 3 * 3 * 7 and {(cell.prompt, cell.new, cell.tp) for cell in found} == {(prompt, 1024, 8)}
+    assert len(found) == 3 * 3 * 8 and {(cell.prompt, cell.new, cell.tp) for cell in found} == {(prompt, 1024, 8)}
     assert {cell.cell_link for cell in found} == {"nvlink_nccl", "nvlink_oneshot", "pcie_shm_tp8"}
 
 
@@ -90,7 +90,7 @@ def test_flags_override_the_preset() -> None:
     ]
     assert {cell.prompt for cell in found} == {5} and {cell.new for cell in found} == {PRESETS["quick"].new}
     alone = cells(BenchOptions(preset="quick", tp=(1,)), LAPTOP)  # one rank needs no link
-    assert {(cell.link, cell.link_kind) for cell in alone} == {(None, "real")} and len(alone) == 2 * 6
+    assert {(cell.link, cell.link_kind) for cell in alone} == {(None, "real")} and len(alone) == 2 * 7
     few = cells(BenchOptions(preset="quick", layers=3, emulate_link=("real",)), LAPTOP)
     assert {(cell.link, cell.link_kind, cell.layers, cell.of_layers) for cell in few} == {("gloo", "real", 3, 8)}
     assert wiring_of("hybrid", 1).layers == ("standard",)
@@ -169,15 +169,15 @@ def test_real_ranks(tmp_path: Path) -> None:
         spent = row["ttft_ms"] + 7 * row["tpot_ms_p50"]
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * 8 / spent * 1e3, rel=1e-3)
         assert row["tokens_per_s_gpu"] * 2 == pytest.approx(row["tokens_per_s"], rel=1e-2)
-    one = {row["arm"]: row for row in rows[:7]}
-    assert [one[arm]["all_reduces"] for arm in ARMS] == [9, 9, 5, 9, 9, 5, 0]  # the embedding's is one of them
+    one = {row["arm"]: row for row in rows[:8]}
+    assert [one[arm]["all_reduces"] for arm in ARMS] == [9, 9, 5, 5, 9, 9, 5, 0]  # the embedding's is one of them
     assert one["standard"]["comm_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the gathering travels too
     assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["comm_ms"] == 0
     assert one["standard-fused"]["link"] == "nvlink_fused" and one["standard-fused"]["cell_link"] == "2ms,10GB/s"
     grid = table(rows)
     assert grid.row_count == len(rows) + 2 and "ranks" in str(grid.caption)
     assert grid.title == "tiny, TP 2, 8+8 tokens, link 2ms,10GB/s (emulated)"
-    assert table(rows[:7]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (emulated)"
+    assert table(rows[:8]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (emulated)"
 
 
 def tiny_cell(**changes: Any) -> Cell:

@@ -301,9 +301,9 @@ def test_odd_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_standard_model_needs_nothing_of_ours() -> None:
-    for wiring, needs, hides in (("standard", False, False), ("parallel", True, False), ("ladder-2", True, True)):
+    for wiring, needs, hides in (("standard", False, False), ("parallel", True, False), ("parallel-1", True, True)):
         card = trained_card("here", "llama", Wiring.parse(wiring, 2), 10)
-        assert ("import ladder.hf" in card, "all-reduce hidden" in card) == (needs, hides)
+        assert ("import ladder.hf" in card, "all-reduces hidden" in card) == (needs, hides)
         assert "ladder generate --model here --tp 2" in card
 
 

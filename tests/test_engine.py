@@ -21,8 +21,9 @@ from ladder.errors import LadderError
 from tests.checkpoints import tiny
 from tests.threads import threaded
 
-SHARED = ("standard", "ladder", "parallel", "ladder-2", "ladder-1-2", "standard:2 ladder:2")  # the same at every degree
-OWN = ("desync-2x", "none")  # another function at every degree
+# the same at every degree
+SHARED = ("standard", "ladder", "parallel", "parallel-1", "ladder-2", "ladder-1-2", "standard:2 ladder:2")
+OWN = ("desync-2x", "desync-2x-1", "none")  # another function at every degree
 SMALL: dict[str, Any] = {"max_num_seqs": 3, "prefill_chunk": 8}  # so that requests wait, and prompts are read in pieces
 
 

@@ -85,7 +85,8 @@ def test_families(family: str, batch: int) -> None:
 # The interpreter takes seconds for a model; what is left to see is that each kernel gets what its reference gets.
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 @pytest.mark.parametrize("wiring, batch, steps", (
-    ("ladder-1-2", 1, 2), ("parallel", 2, 1), ("desync-2x", 1, 1), ("none", 2, 1)
+    ("ladder-1-2", 1, 2), ("parallel", 2, 1), ("parallel-1", 1, 1),
+    ("desync-2x", 1, 1), ("desync-2x-1", 2, 1), ("none", 2, 1)
 ))  # fmt: skip
 def test_kernels(wiring: str, batch: int, steps: int) -> None:
     check(tiny(2).rewired(wiring), 2, InTurns, batch, steps)
@@ -98,7 +99,7 @@ def test_kernels_of_families(family: str) -> None:
     check(tiny(1, **rest).rewired("ladder"), 1, InTurns, 1, steps=1)
 
 
-@pytest.mark.parametrize("wiring", ("ladder", "parallel", "desync-2x"))
+@pytest.mark.parametrize("wiring", ("ladder", "parallel", "parallel-1", "desync-2x", "desync-2x-1"))
 @pytest.mark.parametrize("name", test_parity_families.FAMILIES)
 def test_backends_of_every_family(worlds: dict[int, World], name: str, wiring: str) -> None:
     """Norms behind sub-blocks and over all heads, caps, learned positions, experts: prefill and decode at TP 2."""

@@ -21,6 +21,7 @@ TOLERANCE = forward(LAYERS, 32, 5)  # of logits of magnitude one; eight heads of
 CASES = (
     *("standard", "parallel", "ladder", "ladder-2", "ladder-3", "ladder-1-2", "ladder-2-1", "ladder-0-1"),
     *("desync-2x", "desync-3x", "desync-4x", "desync-5x", "none"),
+    *("parallel-1", "parallel-2", "desync-2x-1", "desync-3x-2", "desync-3x-1:1 parallel-1:2"),
     *("standard:2 ladder:1", "ladder:2 standard:1", "desync-3x:1 ladder:2", "none:1 ladder-2:1 parallel:1"),
 )
 

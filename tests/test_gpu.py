@@ -72,7 +72,10 @@ def test_a_sum_takes_the_link_s_time_and_sets_its_flag() -> None:
     assert comm.flags[1:].tolist() == [0] * 3  # after `end` none is set
 
 
-@pytest.mark.parametrize("wiring", ("standard", "ladder", "ladder-2", "ladder-1-2", "parallel", "desync-2x", "none"))
+@pytest.mark.parametrize(
+    "wiring",
+    ("standard", "ladder", "ladder-2", "ladder-1-2", "parallel", "parallel-1", "desync-2x", "desync-2x-1", "none"),
+)
 @pytest.mark.parametrize("batch", (1, 3))
 def test_flags_change_no_number(wiring: str, batch: int) -> None:
     """A rank alone with timed sums and flags, from a graph and replayed, against the same without a link, eager."""
@@ -119,7 +122,9 @@ class Late:
         torch.mul(mine, self.size, out=x)
 
 
-@pytest.mark.parametrize("wiring", ("standard", "ladder", "ladder-2", "ladder-1-2", "parallel", "desync-2x"))
+@pytest.mark.parametrize(
+    "wiring", ("standard", "ladder", "ladder-2", "ladder-1-2", "parallel", "parallel-1", "desync-2x", "desync-2x-1")
+)
 @pytest.mark.parametrize("batch", (1, 3))
 def test_a_kernel_waits_for_the_flag(wiring: str, batch: int) -> None:
     """Sums that are wrong until they have arrived: readers in a graph, which look at flags, against those of an eager

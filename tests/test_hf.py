@@ -13,10 +13,12 @@ WIRINGS = {
     "standard": ["standard"] * 4,
     "ladder": ["ladder"] * 4,
     "parallel": ["parallel"] * 4,
+    "parallel-1": ["parallel-1"] * 4,
     "ladder-2": ["ladder-2"] * 4,
     "standard:2 ladder:2": ["standard"] * 2 + ["ladder"] * 2,
     "ladder:1 standard:1 ladder-2:2": ["ladder", "standard", "ladder-2", "ladder-2"],
     "parallel:2 ladder:1 standard:1": ["parallel", "parallel", "ladder", "standard"],
+    "ladder:1 parallel-1:1 parallel-2:2": ["ladder", "parallel-1", "parallel-2", "parallel-2"],
 }
 
 

@@ -27,10 +27,11 @@ from tests.test_hf import assert_same, close, loss_and_gradients, padded, tokens
 from tests.tolerance import summed, unit
 from tests.weights import Given, joined, shard_gradients
 
-SAME = ("ladder", "parallel", "ladder-2", "standard:2 ladder:2")  # at every degree
+SAME = ("ladder", "parallel", "parallel-1", "ladder-2", "standard:2 ladder:2")  # at every degree
 DRIFTING = (
-    *("desync-2x", "desync-4x", "desync-8x"),
+    *("desync-2x", "desync-4x", "desync-8x", "desync-2x-1", "desync-4x-2"),
     *("desync-2x:2 ladder:2", "ladder:2 desync-2x:2", "none:1 ladder:3", "parallel:1 desync-4x:2 parallel:1"),
+    *("desync-3x-1:1 parallel-1:3", "parallel-2:2 desync-2x-1:2"),
     "desync-3x:1 ladder-2:2 desync-2x:1",  # sums that carry drift are on the wire between layers
 )
 BIASED = {"attention_bias": True, "mlp_bias": True}

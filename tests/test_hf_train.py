@@ -100,8 +100,21 @@ def test_staleness_leads_from_standard_to_the_wiring() -> None:
             set_staleness(model, wrong)
 
 
+@pytest.mark.parametrize("wiring", ["parallel", "parallel-1"])
+def test_staleness_of_what_is_held(wiring: str) -> None:
+    """From the standard model, whose MLP reads attention's result, with several emulated ranks as with one."""
+    for ranks in (1, 2):
+        model = rewire(host("llama"), wiring, 0.0, ranks=ranks)
+        assert close(model(tokens()).logits, host("llama")(tokens()).logits, FORWARD)
+        set_staleness(model, 0.5)
+        half = model(tokens()).logits
+        set_staleness(model, 1.0)
+        assert close(model(tokens()).logits, rewire(host("llama"), wiring)(tokens()).logits, FORWARD)
+        assert not close(half, model(tokens()).logits, 1e-3) and not close(half, host("llama")(tokens()).logits, 1e-3)
+
+
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon", "falcon-two-norms", "olmo2"])
-@pytest.mark.parametrize("wiring", ["ladder", "ladder-2"])
+@pytest.mark.parametrize("wiring", ["ladder", "ladder-2", "parallel", "parallel-1", "parallel-2"])
 def test_staleness_begins_with_the_model_as_it_was_born(name: str, wiring: str) -> None:
     model = rewire(host(name), wiring, 0.0)
     assert close(model(tokens()).logits, host(name)(tokens()).logits, FORWARD)

@@ -14,7 +14,20 @@ from tests.house import Module
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ladder"
 # A module imports only from rows above its own, or from its own room.
-ROWS = ["errors", "options", "files", "progress", "devices", "jit", "wiring", "comm", "config", "residual", "layers"]
+ROWS = [
+    "errors",
+    "options",
+    "files",
+    "progress",
+    "devices",
+    "jit",
+    "wiring",
+    "comm",
+    "config",
+    "lanes",
+    "residual",
+    "layers",
+]
 ROWS += [
     "kernels",
     "model",

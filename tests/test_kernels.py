@@ -87,8 +87,7 @@ def exact(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value.clone()
     if isinstance(value, Source):
-        drift = None if value.drift is None else exact(value.drift)
-        return Source(exact(value.base), tuple(map(exact, value.sums)), drift=drift)
+        return Source(exact(value.base), tuple(map(exact, value.sums)), drifts=tuple(map(exact, value.drifts)))
     if isinstance(value, Metadata):
         return Metadata(value.slots, value.positions, exact(value.cos), exact(value.sin))
     if isinstance(value, nn.Module):
@@ -105,7 +104,7 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def some_source(draw: Draw, rows: int, width: int) -> Source:
     sums = tuple(draw(rows, width) for _ in range(draw.pick(0, 1, 2)))
     flags = tuple(torch.full((1,), 3, dtype=torch.int32, device=DEVICE) for _ in sums) if PDL else ()
-    return Source(draw(rows, width), sums, flags, 3, draw.pick(None, draw(rows, width)))
+    return Source(draw(rows, width), sums, flags, 3, tuple(draw(rows, width) for _ in range(draw.pick(0, 1, 2))))
 
 
 ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu")
@@ -340,7 +339,7 @@ from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
 
 def groups(plus):
-    fixed = {"K": 1024, "BK": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFT": 0, "NORM": 0, "PAIR": 0}
+    fixed = {"K": 1024, "BK": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0}
     fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32"}
     kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32"}

@@ -14,6 +14,7 @@ from tests.weights import decoder, draw, tiny
 SCHEDULES = {
     "standard": "S0 W0  C1 S1 W1  C2 S2 W2  C3 S3 W3  C4 S4 W4",
     "parallel": "S0 W0  C1  C2 S1 W1  C3  C4 S2 W2",
+    "parallel-1": "S0 W0  C1  C2 S1  C3  C4 S2 W1  W2",
     "ladder": "S0 W0  C1 S1  C2 S2 W1  C3 S3 W2  C4 S4 W3  W4",
     "ladder-2": "S0 W0  C1 S1  C2 S2  C3 S3 W1  C4 S4 W2  W3 W4",
     "ladder-3": "S0 W0  C1 S1  C2 S2  C3 S3  C4 S4 W1  W2 W3 W4",
@@ -26,6 +27,8 @@ SCHEDULES = {
     "desync-3x": "S0 W0  C1  C2  C3 S1 W1  C4",
     "desync-4x": "S0 W0  C1  C2  C3  C4 S1 W1",
     "desync-5x": "S0 W0  C1  C2  C3  C4",
+    "desync-2x-1": "S0 W0  C1  C2 S1  C3  C4 S2 W1  W2",
+    "desync-3x-1": "S0 W0  C1  C2  C3 S1  C4  W1",
     "none": "S0 W0  C1  C2  C3  C4",
     # seams
     "standard:1 ladder:1": "S0 W0  C1 S1 W1  C2 S2  C3 S3 W2  C4 S4 W3 W4",
@@ -39,12 +42,17 @@ SCHEDULES = {
     "ladder:1 none:1": "S0 W0  C1 S1  C2 S2 W1 W2  C3  C4",
     "none:1 ladder:1": "S0 W0  C1  C2  C3 S1  C4 S2 W1  W2",
     # a second layer of each kind, where the lags have settled
+    "parallel-1:3": "S0 W0  C1  C2 S1  C3  C4 S2 W1  C5  C6 S3 W2  W3",
+    "parallel-2:4": "S0 W0  C1  C2 S1  C3  C4 S2  C5  C6 S3 W1  C7  C8 S4 W2  W3 W4",
+    "desync-2x-1:3": "S0 W0  C1  C2 S1  C3  C4 S2 W1  C5  C6 S3 W2  W3",
+    "parallel-1:1 ladder:1 parallel-1:1": "S0 W0  C1  C2 S1  C3 S2 W1  C4 S3 W2  C5  C6 S4 W3  W4",
     "ladder-1-2:3": "S0 W0  C1 S1  C2 S2 W1  C3 S3  C4 S4 W2 W3  C5 S5  C6 S6 W4 W5 W6",
     "standard:1 ladder:1 standard:1": "S0 W0  C1 S1 W1  C2 S2  C3 S3 W2  C4 S4 W3 W4  C5 S5 W5  C6 S6 W6",
 }
 
 SUMS_OF_SIX_LAYERS = {
-    **dict.fromkeys(("standard", "ladder", "ladder-2", "ladder-1-2", "ladder-0-1", "desync-1x"), 12),
+    **dict.fromkeys(("standard", "ladder", "ladder-2", "ladder-1-2", "ladder-0-1", "desync-1x", "desync-1x-2"), 12),
+    **{"parallel-1": 6, "parallel-7": 6, "desync-2x-1": 6, "desync-5x-3": 2},
     **{"parallel": 6, "desync-2x": 6, "desync-3x": 4, "desync-4x": 3, "desync-5x": 2, "desync-12x": 1, "none": 0},
     **{"parallel:3 ladder:3": 9, "none:3 standard:3": 6, "desync-4x:3 desync-5x:3": 2},
 }
@@ -103,7 +111,10 @@ def test_number_of_sums(text: str) -> None:
     assert config.wiring.sums() == SUMS_OF_SIX_LAYERS[text]
 
 
-ROWS = ("standard", "parallel", "ladder", "ladder-2", "ladder-3", "ladder-1-2", "desync-2x", "desync-3x", "none")
+ROWS = (
+    *("standard", "parallel", "parallel-1", "parallel-2", "ladder", "ladder-2", "ladder-3", "ladder-1-2"),
+    *("desync-2x", "desync-3x", "desync-2x-1", "desync-3x-2", "none"),
+)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)

@@ -23,9 +23,10 @@ TOLERANCE = forward(6, 32, 9)  # of logits of magnitude one; at most six layers,
 
 WIRINGS = (
     *("standard", "parallel", "ladder", "ladder-2", "ladder-3", "ladder-1-2", "ladder-2-1", "ladder-0-1"),
-    *("desync-2x", "desync-3x", "desync-4x", "desync-5x", "none"),
+    *("parallel-1", "parallel-2", "desync-2x", "desync-3x", "desync-4x", "desync-5x"),
+    *("desync-2x-1", "desync-2x-2", "desync-3x-1", "none"),
 )
-SAME_AT_EVERY_DEGREE = ("standard", "parallel", "ladder", "ladder-2", "ladder-1-2")
+SAME_AT_EVERY_DEGREE = ("standard", "parallel", "parallel-1", "ladder", "ladder-2", "ladder-1-2")
 
 HYBRIDS = (
     ("standard", "standard", "ladder", "ladder"),
@@ -40,6 +41,9 @@ HYBRIDS = (
     ("none", "ladder", "ladder", "ladder"),
     ("none", "ladder-3", "desync-5x", "ladder-1-2"),
     ("ladder", "none", "none", "ladder-2"),
+    ("parallel-1", "ladder", "parallel-2", "parallel-1"),
+    ("desync-3x-1", "parallel-1", "desync-2x-2", "ladder"),  # drift joins a partial sum that was held
+    ("desync-3x-2", "desync-3x-2", "desync-3x-2", "standard"),
     ("ladder-3", "ladder-3", "ladder-0-1", "ladder-3"),
 )
 
@@ -206,7 +210,9 @@ rows_of_the_table = st.one_of(
     st.sampled_from(WIRINGS),
     st.builds("ladder-{}".format, lags),
     st.builds("ladder-{}-{}".format, lags, lags),
+    st.builds("parallel-{}".format, lags),
     st.builds("desync-{}x".format, st.integers(1, 7)),
+    st.builds("desync-{}x-{}".format, st.integers(1, 7), lags),
 )
 # few different rows, so that runs of several layers are common
 patterns = st.lists(rows_of_the_table, min_size=1, max_size=3).flatmap(

@@ -34,6 +34,7 @@ HYBRIDS = (
     ("desync-3x", "ladder", "ladder", "standard"),
     ("none", "ladder-3", "desync-5x", "ladder-1-2"),
     ("ladder-2", "parallel", "none", "parallel"),
+    ("parallel-1", "desync-2x-1", "parallel-1", "parallel-1"),
 )
 PATTERNS = (*((name,) * 4 for name in WIRINGS), *HYBRIDS)
 SETTINGS = (

@@ -76,7 +76,9 @@ def test_learns_logs_and_tells(data: Path, tmp_path: Path) -> None:
     assert told[-1][:2] == (23, 23) and [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert any("tokens/s" in what for _, _, what in told) and any(what.startswith("valid ") for _, _, what in told)
     card = (tmp_path / "out/README.md").read_text()
-    assert "import ladder.hf  # without it, loading fails" in card and "hidden behind the next sub-block" in card
+    assert (
+        "import ladder.hf  # without it, loading fails" in card and "hidden behind the sub-blocks that follow" in card
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.wiring == "ladder" and model.config.use_cache and model.dtype == torch.float32
     assert nats(model, data, 10) == pytest.approx(found["eval_loss"], abs=tiny.nats(1, tiny.TINY))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder.errors import LadderError
-from ladder.wiring import Out, SubBlock, Wiring, canonical, row
+from ladder.wiring import Out, SubBlock, Wiring, canonical, independent, row
 
 REDUCE, HOLD, LOCAL = Out.REDUCE, Out.HOLD, Out.LOCAL
 
@@ -25,6 +25,10 @@ TABLE = {
     "desync-3x": ([(0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL), (0, LOCAL, 0, REDUCE)], 8),
     "desync-4x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, REDUCE), (0, LOCAL, 0, LOCAL)], 6),
     "desync-5x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL)], 4),
+    "parallel-1": ([(1, HOLD, 1, REDUCE), (1, HOLD, 1, REDUCE), (1, HOLD, 1, REDUCE)], 12),
+    "parallel-3": ([(3, HOLD, 3, REDUCE), (3, HOLD, 3, REDUCE), (3, HOLD, 3, REDUCE)], 12),
+    "desync-2x-1": ([(1, LOCAL, 1, REDUCE), (1, LOCAL, 1, REDUCE), (1, LOCAL, 1, REDUCE)], 12),
+    "desync-3x-2": ([(2, LOCAL, 2, LOCAL), (2, REDUCE, 2, LOCAL), (2, LOCAL, 2, REDUCE)], 8),
     "none": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL)], 0),
 }
 
@@ -52,6 +56,14 @@ REFUSED = {  # for six layers: the text, and what the message names
     "ladder-01": "'ladder-01'",
     "ladder-1-2-3": "'ladder-1-2-3'",
     "desync-0x": "'desync-0x'",
+    "desync-2x-": "'desync-2x-'",
+    "desync-2x-x": "'desync-2x-x'",
+    "desync-2x-1-1": "'desync-2x-1-1'",
+    "desync-2x-99999": "'desync-2x-99999'",
+    "parallel-": "'parallel-'",
+    "parallel-01": "'parallel-01'",
+    "parallel-1-2": "'parallel-1-2'",
+    "parallel-99999": "'parallel-99999'",
     "desync-2": "'desync-2'",
     "desync": "'desync'",
     "standard:3": "3 layers",
@@ -89,7 +101,9 @@ names = st.one_of(
     st.sampled_from(("standard", "parallel", "ladder", "none")),
     st.builds("ladder-{}".format, lags),
     st.builds("ladder-{}-{}".format, lags, lags),
+    st.builds("parallel-{}".format, lags),
     st.builds("desync-{}x".format, st.integers(1, 12)),
+    st.builds("desync-{}x-{}".format, st.integers(1, 12), lags),
 )
 
 
@@ -101,6 +115,16 @@ def test_the_table(name: str) -> None:
     assert list(wiring.sub_blocks()[:3]) == expected
     assert len(wiring.sub_blocks()) == 12
     assert wiring.sums() == sums
+
+
+@pytest.mark.parametrize("pattern, expected", [
+    ("standard", "...."), ("parallel", ".b.b"), ("ladder", ".bbb"), ("ladder-0-1", ".b.b"), ("ladder-1-0", "..b."),
+    ("parallel-1", ".bbb"), ("desync-2x", "...."), ("desync-2x-1", "..b."), ("none", "...."),
+    ("standard:1 ladder:1", "..bb"), ("ladder:1 standard:1", ".b.."),
+])  # fmt: skip
+def test_what_may_run_beside_the_one_before_it(pattern: str, expected: str) -> None:
+    blocks = [block for layer in Wiring.parse(pattern, 2).sub_blocks() for block in layer]
+    assert independent(blocks) == [letter == "b" for letter in expected]
 
 
 def test_a_cycle_starts_anew_with_its_run() -> None:
@@ -121,6 +145,13 @@ def test_patterns(text: str) -> None:
     ("alias", "name"),
     [
         ("ladder-1", "ladder"),
+        ("parallel-0", "parallel"),
+        ("parallel-1", "parallel-1"),
+        ("desync-10x", "desync-10x"),
+        ("desync-3x-10", "desync-3x-10"),
+        ("desync-10x-0", "desync-10x"),
+        ("desync-2x-0", "desync-2x"),
+        ("desync-2x-1", "desync-2x-1"),
         ("ladder-0", "standard"),
         ("ladder-1-1", "ladder"),
         ("ladder-0-0", "standard"),

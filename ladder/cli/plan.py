@@ -15,7 +15,7 @@ from ladder.cli.verbs import verb
 from ladder.errors import LadderError
 from ladder.options import option
 
-WIRINGS = ("standard", "parallel", "ladder", "none")
+WIRINGS = ("standard", "parallel", "parallel-1", "ladder", "none")
 GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "alpha_us": "alpha us", "pp": "PP"}
 GIVEN |= {"nodes": "nodes", "gpus": "GPUs", "prompt": "prompt", "new": "new"}
 FIGURES = {

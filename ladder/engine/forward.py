@@ -1,27 +1,51 @@
 """A decoder's forward passes by kernels: decode and prefill."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ladder.kernels.decode import Decode
-from ladder.kernels.launch import Launch
+from ladder.kernels.launch import Kernels, Launch
 from ladder.kernels.prefill import Prefill, can_group
+from ladder.lanes import CudaLanes, Lanes
 from ladder.layers.cache import KVCache, PrefillMetadata
 from ladder.layers.experts import ExpertMLP
 from ladder.model import Decoder
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How the kernels of a decode step are launched."""
+
+    lanes: int = 1
+    aligned: bool = False  # attention, on the second lane, begins when the MLP before it has ended
+    pdl: bool = True  # programmatic dependent launch: a kernel starts while the one before it on its lane ends
+
+    def __str__(self) -> str:
+        name = "1 lane" if self.lanes == 1 else f"{self.lanes} lanes{', aligned' * self.aligned}"
+        return name if self.pdl else f"{name}, no programmatic launch"
+
+
 class Forward:
     """`model`'s passes over `cache`, by the kernels of `launch`."""
 
-    def __init__(self, model: Decoder, cache: KVCache, launch: Launch) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, launch: Launch, lanes: Lanes | None = None) -> None:
+        """`lanes`: where decode computes the sub-blocks of a layer; none: one after the other."""
         self.model = model
         self.cache = cache
         self.launch = launch
-        self._decode = Decode(launch, model.comm, model.ropes)
+        self._decode = Decode(launch, model.comm, model.ropes, lanes)
         self._prefill = Prefill(launch, model.comm.size)
+
+    def scheduled(self, schedule: Schedule) -> "Forward":
+        """The same passes by another schedule, on a GPU."""
+        if schedule == Schedule():
+            return self
+        assert isinstance(self.launch, Kernels)
+        device = self.cache.keys[0].device
+        lanes = CudaLanes(device, schedule.lanes, schedule.aligned) if schedule.lanes > 1 else None
+        return Forward(self.model, self.cache, self.launch.scheduled(schedule.lanes, schedule.pdl), lanes)
 
     @property
     def capturable(self) -> bool:

@@ -112,8 +112,8 @@ def _rewired(wiring: Wiring) -> str:
 
 
 def _loading(folder: str, family: str, wiring: Wiring, native: bool) -> str:
-    hides = any(name.startswith("ladder") for name in wiring.layers)
-    hidden = ", the all-reduce hidden behind the next sub-block" if hides else ""
+    hides = any(block.lag for layer in wiring.sub_blocks() for block in layer)
+    hidden = ", the all-reduces hidden behind the sub-blocks that follow" if hides else ""
     needs = "" if wiring.is_standard else "    import ladder.hf  # without it, loading fails\n"
     engine = f'On several ranks{hidden}:\n\n    ladder generate --model {folder} --tp 2 --prompt "..."'
     return f"""In transformers:

@@ -24,7 +24,7 @@ from ladder.comm.stacked import Stacked
 from ladder.errors import LadderError
 from ladder.hf.families import Branch, LayerLayout, is_parallel
 from ladder.residual import ResidualStream
-from ladder.wiring import SubBlock
+from ladder.wiring import Out, SubBlock
 
 
 class StreamState(NamedTuple):
@@ -129,7 +129,8 @@ class WiredLayer(nn.Module):
         y = self._unfold_ranks(self._after(layout.attention, y), agreed)
         stream.write(y, attention.out)
         x = stream.read(mlp.lag, self.staleness)
-        if self.staleness is not None and mlp.lag and self.spec.born_parallel:
+        missing = mlp.lag > 0 or attention.out is Out.HOLD  # attention's result, of which staleness gives a part
+        if self.staleness is not None and missing and self.spec.born_parallel:
             x = x - (1 - self.staleness) * y  # which the MLP of a born-parallel layer does not read
         x = self._before(layout.mlp, self._fold_ranks(x))
         y = self._after(layout.mlp, self._block(layout.mlp, x, {}))

@@ -7,6 +7,7 @@ from ladder.comm.base import Comm
 from ladder.comm.signalled import Signalled
 from ladder.kernels.launch import Launch
 from ladder.kernels.stream import Source
+from ladder.lanes import Lanes, OneLane
 from ladder.layers.attention import Attention
 from ladder.layers.cache import KVCache, Metadata
 from ladder.layers.embedding import Embedding, Head
@@ -21,8 +22,9 @@ from ladder.wiring import Out
 class FusedReader:
     """What all kernels' backends have in common: how they read the stream, and a norm behind a sub-block."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, lanes: Lanes | None = None) -> None:
         self.launch = launch
+        self.lanes = lanes or OneLane()
 
     def norm(self, stream: ResidualStream, lag: int, norm: Norm | None) -> Tensor:
         terms = stream.begin_read(lag)
@@ -50,8 +52,8 @@ class Decode(FusedReader):
     graph and replayed with others.
     """
 
-    def __init__(self, launch: Launch, comm: Comm, ropes: RopeTable) -> None:
-        super().__init__(launch)
+    def __init__(self, launch: Launch, comm: Comm, ropes: RopeTable, lanes: Lanes | None = None) -> None:
+        super().__init__(launch, lanes)
         self._signalled = comm if isinstance(comm, Signalled) else None
         self._ropes = ropes
         none = torch.zeros(1, dtype=torch.int32, device=ropes.frequencies.device)

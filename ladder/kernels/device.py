@@ -88,15 +88,17 @@ def wait_for_all(flag1, flag2, need, FLAGS: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def gathered(base, first, second, drift, saved, at, inside, save, SUMS: tl.constexpr, DRIFT: tl.constexpr):
-    """base + sums + drift, all of which are complete by now. base + sums is kept where `save` says so.
+def gathered(base, first, second, drift1, drift2, saved, at, inside, save, SUMS: tl.constexpr, DRIFTS: tl.constexpr):
+    """base + sums + drifts, all of which are complete by now. base + sums is kept where `save` says so.
 
     What other kernels or the communication stream have written is read past the first-level cache, which may be stale.
     Everything is asked for before anything is kept: no load is made to wait for a store it might have to see.
     """
     x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    if DRIFT:
-        local = tl.load(drift + at, mask=inside, other=0.0, cache_modifier=".cg")
+    if DRIFTS >= 1:
+        local = tl.load(drift1 + at, mask=inside, other=0.0, cache_modifier=".cg")
+    if DRIFTS >= 2:
+        newer = tl.load(drift2 + at, mask=inside, other=0.0, cache_modifier=".cg")
     if SUMS >= 1:
         one = tl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg")
     if SUMS >= 2:
@@ -106,8 +108,10 @@ def gathered(base, first, second, drift, saved, at, inside, save, SUMS: tl.const
     if SUMS >= 2:
         x = added(x, other)
     agreed = x
-    if DRIFT:
+    if DRIFTS >= 1:
         x = added(x, local)
+    if DRIFTS >= 2:
+        x = added(x, newer)
     if SUMS >= 1:
         tl.store(saved + at, agreed.to(saved.dtype.element_ty), mask=inside & save)
     return x

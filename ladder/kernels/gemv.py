@@ -14,9 +14,9 @@ from ladder.layers.weight import Weight
 
 
 @triton.jit
-def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, norm_bias, weight, bias, plus, out, eps, scale,
-          alpha, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
-          FLAGS: tl.constexpr, DRIFT: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, PAIR: tl.constexpr,
+def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, weight, bias, plus, out, eps,
+          scale, alpha, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr,
+          FLAGS: tl.constexpr, DRIFTS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, PAIR: tl.constexpr,
           ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr, TP: tl.constexpr,
           STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
@@ -42,7 +42,7 @@ def _gemv(base, first, second, drift, flag1, flag2, need, saved, gain, norm_bias
                 all_r = (pid * TILES + turn)[:, None] * BN + tl.arange(0, BN)[None, :]
                 live = (turn < TILES)[:, None] & (all_r < N)
                 more = tl.load(plus + all_r, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
-            x = gathered(base, first, second, drift, saved, cols, inside, pid == 0, SUMS, DRIFT)
+            x = gathered(base, first, second, drift1, drift2, saved, cols, inside, pid == 0, SUMS, DRIFTS)
             if NORM:
                 x, factor = normalized(x, g, norm_bias, cols, inside, eps, K, NORM)
             let_others_start(PDL)

@@ -59,8 +59,9 @@ class References:
 class Kernels:
     """Triton, on a GPU. Up to `MOST` rows by our matrix kernels, more by the library's."""
 
-    def __init__(self, table: Table, pdl: bool, cores: int = 0) -> None:
+    def __init__(self, table: Table, pdl: bool, cores: int = 0, lanes: int = 1) -> None:
         self.table = table
+        self.lanes = lanes  # that kernels run on at the same time
         self.cores = cores  # the GPU's multiprocessors
         self.pdl = pdl  # programmatic dependent launch, which chips have from compute capability 9.0 on
         self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
@@ -74,6 +75,10 @@ class Kernels:
         table.rows |= (more or {}).get(table.chip, {})
         chip = torch.cuda.get_device_properties(device)
         return cls(table, torch.version.hip is None and (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
+
+    def scheduled(self, lanes: int, pdl: bool) -> "Kernels":
+        """The same for kernels of so many lanes, with programmatic launch where the chip has it and `pdl` says so."""
+        return Kernels(self.table, self.pdl and pdl, self.cores, lanes)
 
     embed = staticmethod(embed)
     rotate_write = staticmethod(rotate_write)
@@ -124,7 +129,8 @@ class Kernels:
 
     def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
         batch, (_, capacity, kv_heads, d) = qkv.shape[1], keys.shape
-        config = self.table[Shape("attend", _bucket(batch), kv_heads, _bucket(capacity), bytes=keys.element_size())]
+        size = keys.element_size()
+        config = self.table[Shape("attend", _bucket(batch), kv_heads, _bucket(capacity), bytes=size, lanes=self.lanes)]
         assert isinstance(config, Split)
         key = (batch, block.heads, d, config.splits)
         if key not in self._scratch:  # one kernel after another uses it
@@ -148,7 +154,8 @@ class Kernels:
         if weight.dense is None:
             return None
         outputs, inputs = weight.dense.shape[0] // (1 + pair), weight.dense.shape[1]
-        return self.table[Shape(kernel, _bucket(rows), outputs, inputs, pair, weight.dense.element_size())]
+        size = weight.dense.element_size()
+        return self.table[Shape(kernel, _bucket(rows), outputs, inputs, pair, size, self.lanes)]
 
 
 Launch = References | Kernels

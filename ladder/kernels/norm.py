@@ -12,8 +12,8 @@ from ladder.layers.norm import Norm
 
 
 @triton.jit
-def _add_norm(base, first, second, drift, flag1, flag2, need, saved, gain, norm_bias, out, eps,
-              K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFT: tl.constexpr,
+def _add_norm(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, out, eps,
+              K: tl.constexpr, BK: tl.constexpr, SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFTS: tl.constexpr,
               NORM: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     cols = tl.arange(0, BK)
     inside = cols < K
@@ -22,7 +22,7 @@ def _add_norm(base, first, second, drift, flag1, flag2, need, saved, gain, norm_
         g = tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32) + OFFSET
     wait_for_all(flag1, flag2, need, FLAGS, PDL)
     let_others_start(PDL)  # not before: a kernel that starts too early could keep an all-reduce out
-    x = gathered(base, first, second, drift, saved, at, inside, True, SUMS, DRIFT)
+    x = gathered(base, first, second, drift1, drift2, saved, at, inside, True, SUMS, DRIFTS)
     if NORM:
         x, factor = normalized(x, g, norm_bias, cols, inside, eps, K, NORM)
         x = x * factor

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ladder.kernels.decode import FusedReader
 from ladder.kernels.launch import Launch
+from ladder.lanes import Lanes
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
 from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
@@ -26,8 +27,8 @@ WORTH_CUTTING = 2048
 class Prefill(FusedReader):
     """A sub-block's partial sum is all-reduced in pieces, most of it behind what this rank still computes."""
 
-    def __init__(self, launch: Launch, size: int) -> None:
-        super().__init__(launch)
+    def __init__(self, launch: Launch, size: int, lanes: Lanes | None = None) -> None:
+        super().__init__(launch, lanes)
         self._size = size
 
     def embed(self, embedding: Embedding, tokens: Tensor, metadata: Metadata) -> Tensor:

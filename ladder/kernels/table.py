@@ -59,6 +59,7 @@ class Shape:
     inputs: int
     pair: bool = False
     bytes: int = 2  # of an element
+    lanes: int = 1  # other kernels run beside it on two
 
     @property
     def splittable(self) -> bool:
@@ -79,7 +80,9 @@ class Table:
         return cls(chip, _shipped().get(chip))
 
     def __getitem__(self, shape: Shape) -> Config:
-        return self.rows[shape] if shape in self.rows else rule(shape)
+        if shape in self.rows:
+            return self.rows[shape]
+        return rule(shape) if shape.lanes == 1 else self[replace(shape, lanes=1)]
 
     def lines(self) -> list[dict[str, Any]]:
         """One JSON object per row."""
@@ -136,7 +139,7 @@ def sound(shape: Shape, config: Config) -> bool:
     numbers = [n for name, n in {**asdict(shape), **own}.items() if name != "kernel"]
     if not all(isinstance(n, int) and n >= 0 for n in (*numbers, *own.values())):
         return False
-    if shape.kernel not in KERNELS or min(shape.batch, shape.outputs, shape.inputs, shape.bytes) < 1:
+    if shape.kernel not in KERNELS or min(shape.batch, shape.outputs, shape.inputs, shape.bytes, shape.lanes) < 1:
         return False
     if any(n & (n - 1) for name, n in own.items() if name not in ("programs", "stages")):
         return False
@@ -198,6 +201,8 @@ def candidates(shape: Shape) -> list[Config]:
     elif isinstance(known, Gemv):
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
+            if shape.lanes > 1:  # fewer programs, which leave room for others
+                found += [Gemv(rows, w, p, s) for w in (4, 8) for p in (32, 64, 100) for s in (3, 4, 5)]
     elif isinstance(known, SmallGemm):
         splits = (4, 8) if shape.splittable else (1,)
         for rows, depth, stages in (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from ladder.lanes import Lanes, OneLane
 from ladder.layers.activation import activate
 from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
 from ladder.layers.norm import Norm
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 class Ops(Protocol):
     """What a decoder asks of a backend."""
+
+    lanes: Lanes  # where the sub-blocks of a layer are computed
 
     def embed(self, embedding: "Embedding", tokens: Tensor, metadata: Metadata) -> Tensor:
         """This rank's term of the embedding."""
@@ -68,6 +71,8 @@ class Ops(Protocol):
 
 class Plain:
     """Plain torch, anywhere; differentiable. The reference implementation."""
+
+    lanes: Lanes = OneLane()
 
     def embed(self, embedding: "Embedding", tokens: Tensor, metadata: Metadata) -> Tensor:
         x: Tensor = embedding(tokens, metadata.positions)

@@ -23,6 +23,7 @@ ARMS: dict[str, BenchArm] = {
     "standard": BenchArm(("standard",)),
     "standard-fused": BenchArm(("standard",), link="nvlink_fused"),  # the best all-reduce there is
     "parallel": BenchArm(("parallel",)),
+    "parallel-1": BenchArm(("parallel-1",)),
     "ladder": BenchArm(("ladder",)),
     "hybrid": BenchArm(("standard", "ladder")),
     "desync-2x": BenchArm(("desync-2x",)),

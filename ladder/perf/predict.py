@@ -121,14 +121,15 @@ def _pass(s: Setting, parts: Parts, tokens: int) -> PredictedPass:
     if s.tp > 1:
         all_reduce = s.engine.all_reduce_seconds(s.link, s.link_name, s.message_bytes(tokens), s.tp)
     blocks = []
-    for attention, mlp in s.config.wiring.sub_blocks():
+    for attention, mlp in s.config.sub_blocks():
         send = [s.engine.launch * (s.tp > 1 and block.out is Out.REDUCE) for block in (attention, mlp)]
         blocks += [(attention, parts.attention + send[0]), (mlp, parts.mlp + send[1])]
     contention = min(s.engine.most_contention, s.engine.contention + s.engine.contention_growth * log2(tokens))
     # the embedding's all-reduce; without any communication not even that
-    first = s.engine.sharded_head and s.tp > 1 and s.config.wiring.sums() > 0
+    reduces = sum(block.out is Out.REDUCE for block, _ in blocks)
+    first = s.engine.sharded_head and s.tp > 1 and reduces > 0
     account = walk(blocks, all_reduce, first, contention)
-    sending = s.engine.launch * s.config.wiring.sums() if s.tp > 1 else 0.0
+    sending = s.engine.launch * reduces if s.tp > 1 else 0.0
     return PredictedPass(account.total + parts.rest, parts, account, all_reduce, sending)
 
 

@@ -62,7 +62,7 @@ class BenchOptions:
 
     preset: str | None = option(None, "quick (two minutes on any CPU), paper, 1k1k or 8k1k; other flags override it.")
     size: tuple[str, ...] = option((), "A named size (may be given several times, like all of the next five).")
-    arm: tuple[str, ...] = option((), f"One of {', '.join(ARMS)}, or any wiring; default: those seven.")
+    arm: tuple[str, ...] = option((), f"One of {', '.join(ARMS)}, or any wiring; default: all of these.")
     wiring: tuple[str, ...] = option((), "The same as --arm.")
     tp: tuple[int, ...] = option((), "Number of ranks.")
     batch: tuple[int, ...] = option((), "Sequences at a time.")

@@ -1,0 +1,185 @@
+"""Lanes: sub-blocks that do not depend on each other run at the same time, each on a CUDA stream of its own.
+
+What one lane writes and another reads carries the mark behind the kernel that writes it. The reader's lane waits for
+that mark, and for nothing else of the other lane.
+
+Memory that a kernel has read is given to later kernels of the lane that made it, not of the one that read it. So a
+tensor that another lane reads is kept until its own lane has waited for that reading.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in what a lane has been given to do."""
+
+    lane: int
+    number: int  # of the lane's marks
+    waited: tuple[int, ...]  # the newest mark of each lane that is before this one
+    event: object
+
+
+@dataclass(frozen=True)
+class Made(Generic[T]):
+    """Something that a kernel of a lane writes; None: there is one lane, where everything follows in order."""
+
+    x: T
+    mark: Mark | None = None
+
+
+class Lanes(Protocol):
+    """Where sub-blocks are computed."""
+
+    count: int
+    current: int
+
+    def on(self, lane: int) -> AbstractContextManager[None]:
+        """What is launched inside is for this lane, of which there may be fewer."""
+        ...
+
+    def made(self, x: T) -> Made[T]:
+        """`x`, which the kernel launched last on this lane writes."""
+        ...
+
+    def has(self, made: Made[T]) -> bool:
+        """Whether this lane need not wait for it."""
+        ...
+
+    def use(self, made: Made[T]) -> T:
+        """What is to be read by the next kernel of this lane, which waits for it."""
+        ...
+
+    def join(self) -> None:
+        """This lane waits for all others."""
+        ...
+
+
+class OneLane:
+    """Everything one after the other."""
+
+    count = 1
+    current = 0
+
+    @contextmanager
+    def on(self, lane: int) -> Iterator[None]:
+        yield
+
+    def made(self, x: T) -> Made[T]:
+        return Made(x)
+
+    def has(self, made: Made[T]) -> bool:
+        return True
+
+    def use(self, made: Made[T]) -> T:
+        return made.x
+
+    def join(self) -> None:
+        pass
+
+
+class Order:
+    """Which lane has waited for what, and what must be kept. What a lane is, is up to subclasses."""
+
+    def __init__(self, count: int, aligned: bool = False) -> None:
+        """`aligned`: another lane than the first begins a sub-block when the first has ended the one before it."""
+        self.count = count
+        self.current = 0
+        self.aligned = aligned
+        self._waited = [[0] * count for _ in range(count)]  # by lane: the newest mark of each lane that is before it
+        self._kept: list[tuple[object, int, int, int]] = []  # what, whose, read on which lane, before which mark of it
+
+    @contextmanager
+    def on(self, lane: int) -> Iterator[None]:
+        before = self.made(None) if self.aligned and self.current == 0 else None
+        with self._entered(lane % self.count):
+            if before is not None:
+                self.use(before)
+            yield
+
+    @contextmanager
+    def _entered(self, lane: int) -> Iterator[None]:
+        before, self.current = self.current, lane
+        try:
+            with self.entered(lane):
+                yield
+        finally:
+            self.current = before
+
+    def made(self, x: T) -> Made[T]:
+        own = self._waited[self.current]
+        own[self.current] += 1
+        return Made(x, Mark(self.current, own[self.current], tuple(own), self.record()))
+
+    def has(self, made: Made[T]) -> bool:
+        assert made.mark is not None
+        return self._waited[self.current][made.mark.lane] >= made.mark.number
+
+    def use(self, made: Made[T]) -> T:
+        mark = made.mark
+        assert mark is not None
+        if not self.has(made):
+            self.wait(mark.event)
+            self._waited[self.current] = [
+                max(pair) for pair in zip(self._waited[self.current], mark.waited, strict=True)
+            ]
+            self._kept = [kept for kept in self._kept if not self._is_over(*kept[1:])]
+        if mark.lane != self.current:
+            self._kept.append((made.x, mark.lane, self.current, self._waited[self.current][self.current] + 1))
+        return made.x
+
+    def join(self) -> None:
+        for lane in range(self.count):
+            if lane != self.current:
+                with self._entered(lane):
+                    end = self.made(None)
+                self.use(end)
+
+    def _is_over(self, lane: int, reader: int, before: int) -> bool:
+        return self._waited[lane][reader] >= before
+
+    @contextmanager
+    def entered(self, lane: int) -> Iterator[None]:
+        """What is launched inside is for this lane."""
+        raise NotImplementedError
+        yield
+
+    def record(self) -> object:
+        """An event behind everything that the current lane has been given."""
+        raise NotImplementedError
+
+    def wait(self, event: object) -> None:
+        """The current lane waits for an event of another one."""
+        raise NotImplementedError
+
+
+class CudaLanes(Order):
+    """The first lane is the stream that the pass is given to; the others are streams of a higher priority, for what is
+    short and would otherwise queue up behind what is long.
+    """
+
+    def __init__(self, device: torch.device, count: int = 2, aligned: bool = False) -> None:
+        super().__init__(count, aligned)
+        self._others = [torch.cuda.Stream(device, priority=-1) for _ in range(count - 1)]
+
+    @contextmanager
+    def entered(self, lane: int) -> Iterator[None]:
+        if lane == 0:
+            yield  # only the outermost code is there
+        else:
+            with torch.cuda.stream(self._others[lane - 1]):
+                yield
+
+    def record(self) -> object:
+        return torch.cuda.current_stream().record_event()
+
+    def wait(self, event: object) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        torch.cuda.current_stream().wait_event(event)
