@@ -172,9 +172,14 @@ def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
 
 
 SHAPES = [
-    Shape(kernel, batch, outputs, inputs, kernel == "gate_up", size)
-    for kernel, batch, outputs, inputs, size in product(
-        ("qkv", "gate_up", "row", "head"), (1, 2, 16, 64), (13, 1280, 16032), (16, 96, 4096, 8192, 14336, 16384), (2, 4)
+    Shape(kernel, batch, outputs, inputs, kernel == "gate_up", size, lanes)
+    for kernel, batch, outputs, inputs, size, lanes in product(
+        ("qkv", "gate_up", "row", "head"),
+        (1, 2, 16, 64),
+        (13, 1280, 16032),
+        (16, 96, 4096, 8192, 14336, 16384),
+        (2, 4),
+        (1, 2),
     )
 ]
 
@@ -211,6 +216,11 @@ def test_a_table_is_its_lines() -> None:
     }
     table = Table("a chip", rows)
     assert Table.read(json.loads(json.dumps(table.lines()))) == {"a chip": rows}
+    # on two lanes what was tuned for them, else what was tuned for one
+    table.rows[Shape("qkv", 1, 8, 16, lanes=2)] = Gemv(1, 4, 32, 3)
+    assert table[Shape("qkv", 1, 8, 16, lanes=2)] == Gemv(1, 4, 32, 3) != table[Shape("qkv", 1, 8, 16)]
+    assert table[Shape("attend", 1, 1, 64, lanes=2)] == Split(4, 64, 4)
+    assert table[Shape("qkv", 1, 8, 32, lanes=2)] == rule(Shape("qkv", 1, 8, 32))
     assert table[Shape("qkv", 1, 8, 16)] == Gemv(1, 4, 256, 3) and table[Shape("qkv", 2, 8, 16)] == rule(
         Shape("qkv", 2, 8, 16)
     )

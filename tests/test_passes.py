@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
 from ladder.engine import graphs
+from ladder.engine.forward import Forward, Schedule
+from ladder.engine.graphs import Graphs
 from ladder.engine.model_runner import AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.sampling import likeliest
@@ -108,3 +111,35 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text("")
     with pytest.raises(LadderError, match="are for GPUs"):
         Setup(EngineOptions(model, tuned=tmp_path / "good.jsonl"))
+
+
+def test_the_fastest_schedule_is_kept_and_all_ranks_keep_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the slowest rank: the second schedule is the first one's best, the third is the best of both together."""
+    schedules = (Schedule(), Schedule(2), Schedule(2, pdl=False))
+    times = {0: (5.0, 1.0, 4.0), 1: (5.0, 6.0, 3.0)}
+
+    class Captured:
+        def __init__(self, forward: Any, bucket: int, spare: int) -> None:
+            self.schedule, self.rank = forward.schedule, forward.rank
+
+        def milliseconds(self, position: int) -> float:
+            return times[self.rank][schedules.index(self.schedule)]
+
+    monkeypatch.setattr(graphs, "_Captured", Captured)
+
+    class Scheduled(Forward):
+        def scheduled(self, schedule: Schedule) -> Any:
+            return SimpleNamespace(schedule=schedule, rank=self.model.comm.rank)
+
+    def chosen(comm: Comm) -> list[Any]:
+        model = Decoder(ModelConfig.named("tiny"), comm)
+        forward = Scheduled(model, model.new_cache(2, 16), References())
+        return [Graphs(forward, 1, some).captured(1).schedule for some in (schedules, schedules[:2], schedules[:1])]  # type: ignore[attr-defined]
+
+    one, two, three = schedules
+    for size, expected in ((1, [two, two, one]), (2, [three, one, one])):
+        with World(size) as world, caplog.at_level("INFO"):
+            assert world.run(chosen) == [expected] * size
+    assert "decode steps of 1 sequences: 2 lanes (1 lane 5.000 ms, 2 lanes 1.000 ms, 2 lanes, no" in caplog.text

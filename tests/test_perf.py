@@ -23,7 +23,7 @@ from ladder.perf.engines import ENGINES
 from ladder.perf.plan import Deployment, best, over_nodes, plan, predict, swept
 from ladder.perf.predict import Setting, decoding, prefill, tpot_ms
 from ladder.perf.reach import RANKS, across
-from ladder.perf.schedule import walk
+from ladder.perf.schedule import Phase, walk, walk_two_lanes
 from ladder.wiring import Wiring
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -67,6 +67,49 @@ def test_schedule_with_the_embedding_and_contention() -> None:
     # three sums share all of their second with a computation
     assert slowed.slowed == pytest.approx(1.5) and slowed.total == pytest.approx(2 + 5 + 2 + 5 + 1.5 + 1)
     assert walk(blocks("standard", 2.0, 5.0, 2), 1.0, first=False, contention=0.5).slowed == 0
+
+
+ATTENTION, MLP = (Phase(1.0, True), Phase(1.0, False)), (Phase(5.0, True),)
+
+
+def lanes(pattern: str, layers: int, attention: tuple[Phase, ...] = ATTENTION) -> list[tuple]:  # type: ignore[type-arg]
+    table = Wiring.parse(pattern, layers).sub_blocks()
+    return [pair for a, m in table for pair in ((a, attention), (m, MLP))]
+
+
+@pytest.mark.parametrize("pattern, all_reduce, aligned, total, waited", [
+    # two layers; attention reads for 1 and then takes 1 without reading, the MLP reads for 5
+    ("standard", 0.0, False, 14.0, 0.0), ("standard", 3.0, False, 2 * (2 + 3 + 5 + 3), 12.0),
+    # both attentions' reading is beside the first MLP's, and nothing else takes time
+    ("ladder", 0.0, False, 12.0, 0.0), ("ladder-2", 0.0, False, 12.0, 0.0), ("none", 3.0, False, 14.0, 0.0),
+    # the second MLP waits for the first one's all-reduce, beside which the second attention computes
+    ("ladder", 2.0, True, 1 + 5 + 2 + 5 + 2, 2.0), ("ladder", 2.0, False, 7 + 2 + 5 + 2, 3.0),
+    # the first all-reduce begins when attention and MLP have ended; the second layer does not wait for it
+    ("parallel-1", 4.0, False, 12 + 4.0, 4.0), ("parallel", 4.0, False, 6 + 4 + 6 + 4, 8.0),
+    # attention's result is read at once, the MLP's one all-reduce later: beside it the next attention computes
+    ("desync-2x-1", 4.0, False, 2 + (5 + 1) + 5 + 4, 4.0),
+])  # fmt: skip
+def test_schedule_on_two_lanes(pattern: str, all_reduce: float, aligned: bool, total: float, waited: float) -> None:
+    found = walk_two_lanes(lanes(pattern, 2), all_reduce, first=False, aligned=aligned)
+    assert found.total == pytest.approx(total) and found.waited == pytest.approx(waited)
+
+
+@pytest.mark.parametrize("pattern", ("standard", "desync-2x", "none", "standard:2 desync-3x:2"))
+def test_two_lanes_are_one_where_every_sub_block_waits(pattern: str) -> None:
+    one = walk(blocks(pattern, 2.0, 5.0, 4), 1.5, first=True, contention=0.25)
+    assert walk_two_lanes(lanes(pattern, 4), 1.5, first=True, contention=0.25) == pytest.approx(one)
+
+
+def test_two_lanes_beside_all_reduces() -> None:
+    assert walk_two_lanes(lanes("ladder", 1), 1.0, first=True).total == 1 + 6 + 1
+    # attention's all-reduce is beside the MLP's last four seconds
+    slowed = walk_two_lanes(lanes("ladder", 1), 1.0, first=False, contention=0.5)
+    assert slowed.slowed == pytest.approx(1 / 3) and slowed.total == pytest.approx(6 + 1 / 3 + 1)
+    # nothing is faster than reading everything, nor than the longest chain
+    for pattern in ("ladder", "ladder-2", "parallel-1", "standard"):
+        for all_reduce in (0.0, 0.5, 2.0, 9.0):
+            total = walk_two_lanes(lanes(pattern, 5), all_reduce, first=False).total
+            assert 5 * 6 <= total <= walk(blocks("standard", 2.0, 5.0, 5), all_reduce, first=False).total + 1e-9
 
 
 def test_the_shipped_rows_fit_what_was_measured() -> None:

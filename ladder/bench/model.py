@@ -15,7 +15,7 @@ from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
-from ladder.engine.forward import Forward
+from ladder.engine.forward import Forward, Schedule
 from ladder.engine.graphs import LONGEST, Graphs
 from ladder.kernels.launch import Launch
 from ladder.layers.cache import KVCache
@@ -91,9 +91,16 @@ class FusedModel:
     communicator that the model has when it is captured. `without`: "attention" or "mlp", left out of decode steps.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, launch: Launch, without: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        launch: Launch,
+        without: str | None = None,
+        schedule: Schedule = Schedule(),  # noqa: B008 - it cannot be changed
+    ) -> None:
         self._forward, self._without = Forward(model, cache, launch), without
-        self._graphs = Graphs(self._forward, spare=len(cache.lengths) - 1)
+        self._graphs = Graphs(self._forward, len(cache.lengths) - 1, (schedule,))
         self._device = cache.keys[0].device
 
     def decode_step(self, batch: int, context: int) -> Callable[[], Tensor]:

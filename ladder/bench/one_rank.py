@@ -4,10 +4,10 @@ python -m ladder.bench.one_rank [NAME ...] > results/one_rank_h200.jsonl
 
 NAMEs are those of `MEASUREMENTS`; without any, all of them. A JSON line for every result: milliseconds per decode step
 (median and spread over the steps, after warm-up), the bytes that a step must read and the share of the measured peak at
-which it did, for every wiring and link; the same over no communication (the wiring `none`) and over the same wiring
-without a link; the bound of each schedule from the measured parts; prefill with its share of the measured peak of a
-matrix product. `link` is `none` or `emulated`. With an empty TRITON_CACHE_DIR the time of the first capture includes
-all compilation.
+which it did, for every wiring, link and schedule (one lane or two); the same over no communication (the wiring `none`)
+and over the same wiring without a link; the bound of each one-lane schedule from the measured parts; prefill with its
+share of the measured peak of a matrix product. `link` is `none` or `emulated`. With an empty TRITON_CACHE_DIR the time
+of the first capture includes all compilation.
 """
 
 import gc
@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
+from math import inf
 from typing import Any
 
 import torch
@@ -29,14 +31,19 @@ from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
+from ladder.engine.forward import Schedule
 from ladder.errors import LadderError, check_known
 from ladder.kernels.launch import Kernels
 from ladder.layers.cache import KVCache
 from ladder.model import Decoder
 from ladder.perf.costs import RankCosts
 from ladder.perf.schedule import walk
-from ladder.wiring import Wiring
+from ladder.wiring import Wiring, independent
 
+SCHEDULES = (
+    Schedule(),
+    *(Schedule(2, aligned, pdl) for pdl in (True, False) for aligned in (False, True)),
+)
 SETTLING = 0.5  # seconds that a GPU works before its first time counts: clocks and memory come out of their sleep
 CONTEXT = 1024
 
@@ -50,10 +57,11 @@ def decode(
     link: Link | None,
     concurrent: int = 1,
     rank: Callable[..., Comm] = OneRank,
+    schedule: Schedule = SCHEDULES[0],
 ) -> list[float]:
     """Milliseconds of the decode steps of a wiring, each a replay of its graph."""
     configure(model, pattern, link, concurrent, rank)
-    return milliseconds(FusedModel(model, cache, kernels).decode_step(batch, CONTEXT))
+    return milliseconds(FusedModel(model, cache, kernels, schedule=schedule).decode_step(batch, CONTEXT))
 
 
 def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[str, float]:
@@ -99,13 +107,22 @@ def bound_ms(pattern: str, part: dict[str, float], all_reduce: float, concurrent
 
 
 _LINKS = {"zero": Link(0.0, float("inf")), **LINKS}  # zero: an all-reduce costs its launch and its memory traffic only
-WIRINGS = ("none", "standard", "parallel", "desync-2x", "ladder", "ladder-2", "ladder-1-2")
+WIRINGS = (
+    *("none", "standard", "parallel", "parallel-1", "desync-2x", "desync-2x-1"),
+    *("ladder", "ladder-2", "ladder-1-2"),
+)
+
+
+def schedules(pattern: str, layers: int) -> tuple[Schedule, ...]:
+    """On two lanes only where some sub-block does not wait for the one before it."""
+    blocks = [block for layer in Wiring.parse(pattern, layers).sub_blocks() for block in layer]
+    return SCHEDULES if any(independent(blocks)) else SCHEDULES[:1]
 
 
 def table(
     case: Case, links: Sequence[str], wirings: Sequence[str], device: torch.device, peak: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
-    """Every wiring on every link, in turns."""
+    """Every wiring on every link by every schedule, in turns."""
     begun = time.monotonic()
     kernels = Kernels.on(device)
     model = random_model(case, OneRank(case.tp) if case.tp > 1 else Solo(), device)
@@ -123,18 +140,21 @@ def table(
     }
     common |= {"layers": model.config.layers, "of_layers": ModelConfig.named(case.size).layers}
 
-    def line(pattern: str, link: str | None, found: Sequence[float], **more: Any) -> dict[str, Any]:
+    def line(
+        pattern: str, link: str | None, found: Sequence[float], how: Schedule = SCHEDULES[0], **more: Any
+    ) -> dict[str, Any]:
         ms = statistics.median(found)
         rate = read / ms / 1e9
         share = {"read_gb": read / 1e9, "tb_s": round(rate, 3), "share_of_peak": round(rate / peak["read_tb_s"], 3)}
         name = {"link": "emulated" if link else "none", "link_name": link}
-        return {"measure": "decode", **common, "wiring": pattern, **name, **spread(found), **share, **more}
+        told = {"lanes": how.lanes, "aligned": how.aligned, "programmatic_launch": how.pdl}
+        return {"measure": "decode", **common, "wiring": pattern, **name, **told, **spread(found), **share, **more}
 
     configure(model, "none", None)
     begin = time.monotonic()
     FusedModel(model, cache, kernels).decode_step(case.batch, CONTEXT)
     torch.cuda.synchronize()
-    capture = {"capture_s": round(time.monotonic() - begin, 2), "load_s": round(loaded - begun, 2)}
+    capture: dict[str, Any] = {"capture_s": round(time.monotonic() - begin, 2), "load_s": round(loaded - begun, 2)}
     settled = time.monotonic() + SETTLING
     while time.monotonic() < settled:
         decode(model, cache, kernels, case.batch, "none", None)
@@ -144,32 +164,34 @@ def table(
     yield {"measure": "parts", **common, **{name: round(us, 2) for name, us in part.items()}}
     free = {"none": statistics.median(none)}
     for pattern in wirings if case.tp > 1 else ("ladder",):
-        if pattern != "none":
-            found = decode(model, cache, kernels, case.batch, pattern, None)
-            free[pattern] = statistics.median(found)
-            yield line(pattern, None, found, over_none=round(free[pattern] / free["none"], 4))
+        for how in () if pattern == "none" else schedules(pattern, model.config.layers):
+            found = decode(model, cache, kernels, case.batch, pattern, None, schedule=how)
+            free[pattern] = min(free.get(pattern, inf), statistics.median(found))
+            yield line(pattern, None, found, how, over_none=round(statistics.median(found) / free["none"], 4))
     for name in links:
         taken = all_reduce_us(_LINKS[name], case.tp, case.batch, model.config.hidden, device)
         link = {"link": "emulated", "link_name": name}
         yield {"measure": "all_reduce", **common, **link, "all_reduce_us": round(taken, 2)}
         standard = None
         for pattern in wirings:
-            for concurrent in (1, 2) if pattern == "ladder-1-2" else (1,):
+            several = (1, 2) if pattern == "ladder-1-2" else (1,)
+            for concurrent, how in product(several, schedules(pattern, model.config.layers)):
                 if pattern == "none":
                     continue
-                found = decode(model, cache, kernels, case.batch, pattern, _LINKS[name], concurrent)
+                found = decode(model, cache, kernels, case.batch, pattern, _LINKS[name], concurrent, schedule=how)
                 ms = statistics.median(found)
                 standard = ms if pattern == "standard" else standard
-                bound = bound_ms(pattern, part, taken, concurrent, model.config.layers)
                 more: dict[str, Any] = {"concurrent_all_reduces": concurrent, "over_none": round(ms / free["none"], 4)}
                 more["over_same_wiring_without_link"] = round(ms / free[pattern], 4)
                 if case.layers is not None:  # all layers, the rest of the step once
                     scale = common["of_layers"] / common["layers"]
                     more["ms_scaled_to_all_layers"] = round(scale * ms - (scale - 1) * part["rest_us"] / 1e3, 3)
-                more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
+                if how.lanes == 1:
+                    bound = bound_ms(pattern, part, taken, concurrent, model.config.layers)
+                    more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
                 if standard is not None:
                     more["speedup_over_standard"] = round(standard / ms, 3)
-                yield line(pattern, name, found, **more)
+                yield line(pattern, name, found, how, **more)
     del model, cache
     gc.collect()
     torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
+from ladder.engine.forward import Schedule
 from ladder.errors import LadderError
 from ladder.files import write_text
 from ladder.jit import PRESENT
@@ -40,14 +41,16 @@ class RecordingTable(Table):
         return super().__getitem__(shape)
 
 
-def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> Iterator[dict[str, Any]]:
+def tune(
+    size: str, tp: int, batches: tuple[int, ...], device: torch.device, lanes: int = 1
+) -> Iterator[dict[str, Any]]:
     """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest.
 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
     case = Case(size, tp, layers=LAYERS)
     model = random_model(case, OneRank(tp) if tp > 1 else Solo(), device)
-    configure(model, "none", None)
+    configure(model, "none" if lanes == 1 else "ladder", None)
     for batch in batches:
         cache = model.new_cache(batch + 1, CONTEXT + 64)
         chip = torch.cuda.get_device_name(device)
@@ -57,7 +60,7 @@ def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> 
             """Milliseconds of a step with the table as it is, and its logits."""
             kernels = Kernels.on(device)
             kernels.table = table
-            step = FusedModel(model, cache, kernels).decode_step(batch, CONTEXT)
+            step = FusedModel(model, cache, kernels, schedule=Schedule(lanes)).decode_step(batch, CONTEXT)
             return statistics.median(milliseconds(step, 15, 3)), step().clone()
 
         before, expected = timed()
@@ -79,15 +82,18 @@ def tune(size: str, tp: int, batches: tuple[int, ...], device: torch.device) -> 
                 if found < GAIN * best and wrong < TOLERANCE:
                     best, kept[shape] = found, config
             table.rows[shape] = kept[shape]
-        yield {"tuned": size, "tp": tp, "batch": batch, "layers": LAYERS, "ms_before": before, "ms": best, "chip": chip}
+        found_for = {"tuned": size, "tp": tp, "batch": batch, "lanes": lanes, "layers": LAYERS}
+        yield {**found_for, "ms_before": before, "ms": best, "chip": chip}
         yield from Table(chip, kept).lines()
 
 
-def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 1) -> Iterator[dict[str, Any]]:
     """Tune, and write `out`: its lines, with what was found instead of its lines of the same shapes."""
     ModelConfig.named(size).check_degree(tp)
     if not batches or not all(1 <= batch <= MOST for batch in batches):
         raise LadderError(f"batch must be from 1 to {MOST}")
+    if lanes not in (1, 2):
+        raise LadderError(f"lanes must be 1 or 2, not {lanes}")
     if not out.parent.is_dir():
         raise LadderError(f"no such folder: {out.parent}")
     if out.exists():
@@ -98,7 +104,7 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[d
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     table = {_shape(json.loads(line)): line for line in lines}
     with torch.inference_mode():
-        for found in tune(size, tp, batches, device):
+        for found in tune(size, tp, batches, device, lanes):
             if "config" in found:
                 table[_shape(found)] = json.dumps(found)
             else:
@@ -107,4 +113,6 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...]) -> Iterator[d
 
 
 def _shape(line: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in line.items() if name != "config"}, sort_keys=True)
+    shape = {"lanes": 1, **line}  # which older tables do not name
+    del shape["config"]
+    return json.dumps(shape, sort_keys=True)

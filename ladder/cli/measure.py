@@ -81,6 +81,7 @@ class TuneOptions:
     size: str = option("llama-3-70b", "A named size: its weights' shapes are tuned for.")
     tp: int = option(8, "Number of ranks that share it.")
     batch: tuple[int, ...] = option((1, 4, 16, 64), "Sequences at a time, up to 64 (may be given several times).")
+    lanes: int = option(1, "Lanes that kernels run on at the same time: 1 or 2.")
 
 
 @verb(TuneOptions)
@@ -88,7 +89,7 @@ def tune(options: TuneOptions) -> None:
     """Find the configurations of our kernels that suit this GPU, for one rank of a model."""
     from ladder.bench.tune import tuned
 
-    for line in tuned(options.out, options.size, options.tp, options.batch):
+    for line in tuned(options.out, options.size, options.tp, options.batch, options.lanes):
         typer.echo(json.dumps(line))
 
 

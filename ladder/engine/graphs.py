@@ -1,16 +1,20 @@
 """Forward passes as CUDA graphs, communication stream included: decode by batch size, prefill by length."""
 
+import logging
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ladder.engine.forward import Forward
+from ladder.engine.forward import Forward, Schedule
 
+WARM_UP, TIMED = 3, 9  # replays of a graph that is one of several
 SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Graphs:
@@ -18,9 +22,11 @@ class Graphs:
     sequence has; a prompt is filled up to a power of two at its end.
     """
 
-    def __init__(self, forward: Forward, spare: int) -> None:
+    def __init__(self, forward: Forward, spare: int, schedules: Sequence[Schedule] = (Schedule(),)) -> None:
+        """Of several `schedules`, decode steps of each size have the one that is fastest there."""
         self._forward = forward
         self._spare = spare
+        self._schedules = schedules
         self._captured: dict[int, _Captured] = {}
         self._prompts: dict[int, _CapturedPrompt] = {}
 
@@ -49,8 +55,25 @@ class Graphs:
 
     def captured(self, bucket: int) -> "_Captured":
         if bucket not in self._captured:
-            self._captured[bucket] = _Captured(self._forward, bucket, self._spare)
+            self._captured[bucket] = self._fastest(bucket)
         return self._captured[bucket]
+
+    def _fastest(self, bucket: int) -> "_Captured":
+        first, *others = self._schedules
+        if not others:
+            return _Captured(self._forward.scheduled(first), bucket, self._spare)
+        found = [_Captured(self._forward.scheduled(each), bucket, self._spare) for each in self._schedules]
+        comm = self._forward.model.comm
+        position = self._forward.cache.capacity // 2
+        mine = torch.tensor(
+            [[each.milliseconds(position) for each in found]], device=self._forward.cache.keys[0].device
+        )
+        # the same choice on all ranks, by the slowest of them
+        times = comm.all_gather(mine).view(comm.size, -1).amax(0).tolist()
+        best = min(range(len(found)), key=lambda number: times[number])
+        told = ", ".join(f"{each} {ms:.3f} ms" for each, ms in zip(self._schedules, times, strict=True))
+        logger.info("decode steps of %d sequences: %s (%s)", bucket, self._schedules[best], told)
+        return found[best]
 
 
 def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -79,6 +102,19 @@ class _Captured:
         self._inputs.copy_(rows)
         self._graph.replay()
         return self._results
+
+    def milliseconds(self, position: int) -> float:
+        """Of a step whose sequences stand there; they are no sequence's."""
+        self._inputs[2] = position
+        found = []
+        for _ in range(WARM_UP + TIMED):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self._graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end))
+        return float(statistics.median(found[WARM_UP:]))
 
 
 class _CapturedPrompt:

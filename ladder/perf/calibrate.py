@@ -101,7 +101,7 @@ def measured(path: Path, engine: Engine) -> list[Target]:
     for _, row in read_lines(path).objects:
         ms = row.get("tpot_ms_p50", row.get("ms") if row.get("measure") == "decode" else None)
         chip = Chip.of(row.get("chip") or "")
-        if ms is None or chip is None or row.get("concurrent_all_reduces", 1) != 1:
+        if ms is None or chip is None or row.get("concurrent_all_reduces", 1) != 1 or row.get("lanes", 1) != 1:
             continue
         config = ModelConfig.named(row["size"])
         if row.get("layers", config.layers) != config.layers:

@@ -1,8 +1,9 @@
 """The schedule of a wiring: when each sub-block computes, when its all-reduce runs, what waits. No torch here."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ladder.wiring import Out, SubBlock
 
@@ -58,3 +59,84 @@ def walk(
         waited += max(0.0, arrival - now)
         now = max(now, arrival)
     return Account(now, count, count * all_reduce, waited, slowed)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a sub-block: seconds that it takes alone, in which it reads memory as fast as it can or not at all."""
+
+    seconds: float
+    reads: bool
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a sub-block on one of two lanes waits for."""
+
+    all_reduces: int  # that must be complete when it begins, of those begun before it
+    ended: tuple[int, ...]  # sub-blocks that must have ended when it begins
+    joins: tuple[int, ...]  # and when its all-reduce begins: the one whose partial sum is held
+
+
+def needs(blocks: Sequence[SubBlock], aligned: bool) -> Iterator[Needs]:
+    """By the rules of `ResidualStream`: what some reader has waited for stays in the stream."""
+    begun = read = 0
+    local: list[int] = []
+    for number, block in enumerate(blocks):
+        read = max(read, begun - block.lag)
+        ended, held = local[-1:], number > 0 and blocks[number - 1].out is Out.HOLD
+        if aligned and number % 2 == 0 and number > 0:
+            ended = [number - 1]
+        yield Needs(read, tuple(ended), (number - 1,) if held else ())
+        local += [number] * (block.out is Out.LOCAL)
+        begun += block.out is Out.REDUCE
+
+
+def walk_two_lanes(
+    blocks: Sequence[tuple[SubBlock, Sequence[Phase]]],
+    all_reduce: float,
+    first: bool,
+    contention: float = 0.0,
+    aligned: bool = False,
+) -> Account:
+    """`walk` where attention and MLP are computed on lanes of their own: a sub-block begins when what it reads is
+    there; `aligned`: attention not before the MLP before it has ended. Two that read memory share its bandwidth.
+    """
+    wants = list(needs([block for block, _ in blocks], aligned))
+    now = all_reduce if first else 0.0
+    waited, slowed, link = now, 0.0, now
+    ended: set[int] = set()
+    arrivals: list[float] = []  # of all-reduces, which follow each other on the link
+    to_send = deque(number for number, (block, _) in enumerate(blocks) if block.out is Out.REDUCE)
+    lanes = [deque(range(lane, len(blocks), 2)) for lane in (0, 1)]
+    running: dict[int, deque[list[float]]] = {}  # by sub-block: seconds left of each phase, and whether it reads
+    while len(ended) < len(blocks):
+        for lane, queue in enumerate(lanes):
+            if queue and not any(number % 2 == lane for number in running):
+                want = wants[queue[0]]
+                there = len(arrivals) >= want.all_reduces and all(at <= now for at in arrivals[: want.all_reduces])
+                if there and ended.issuperset(want.ended):
+                    number = queue.popleft()
+                    running[number] = deque([phase.seconds, phase.reads] for phase in blocks[number][1])
+        readers = sum(bool(phases[0][1]) for phases in running.values())
+        pace = 1 / (1 + contention) if any(at > now for at in arrivals) else 1.0
+        rates = {number: pace / (readers if phases[0][1] else 1) for number, phases in running.items()}
+        steps = [phases[0][0] / rates[number] for number, phases in running.items()]
+        step = min([*steps, *(at - now for at in arrivals if at > now)], default=inf)
+        assert step < inf, "a sub-block waits for what never comes"
+        waited += 0 if running else step
+        slowed += step * (1 - pace) if running else 0
+        now += step
+        for number, phases in list(running.items()):
+            phases[0][0] -= step * rates[number]
+            if phases[0][0] < 1e-15:  # what rounding leaves
+                phases.popleft()
+            if not phases:
+                del running[number]
+                ended.add(number)
+        while to_send and ended.issuperset((to_send[0], *wants[to_send[0]].joins)):
+            link = max(now, link) + all_reduce
+            arrivals.append(link)
+            to_send.popleft()
+    end = max([now, *arrivals])
+    return Account(end, len(arrivals) + first, (len(arrivals) + first) * all_reduce, waited + end - now, slowed)
