@@ -52,6 +52,13 @@ def test_same_tokens_of_every_family(tmp_path: Path, family: str) -> None:
     assert found[0] == found[1]
 
 
+def logits(graphs: Graphs, tokens: list[int], slots: list[int], positions: list[int]) -> Tensor:
+    """Of a decode step, once it is complete."""
+    decoded = graphs.step(tokens, slots, positions)
+    decoded.wait()
+    return decoded.logits.clone()
+
+
 def test_a_sum_takes_the_link_s_time_and_sets_its_flag() -> None:
     comm = Signalled([OneRank(8, Link(2e-3, 1e12))], torch.device("cuda"), 4)
     x = torch.randn(8192, device="cuda")
@@ -92,7 +99,7 @@ def test_flags_change_no_number(wiring: str, batch: int) -> None:
                 results.append(forward.decode(*lines.to(device))[0])
             else:
                 graphs = Graphs(forward, batch)
-                results += [graphs.step(*lines.tolist())[0].clone() for _ in range(3)]
+                results += [logits(graphs, *lines.tolist()) for _ in range(3)]
     for found in results[1:]:
         torch.testing.assert_close(found, results[0])
 
@@ -140,7 +147,7 @@ def test_a_kernel_waits_for_the_flag(wiring: str, batch: int) -> None:
         wanted = forward.decode(*lines.to(device))[0].clone()
         graphs = Graphs(forward, batch)
         for _ in range(5):
-            found = graphs.step(*lines.tolist())[0]
+            found = logits(graphs, *lines.tolist())
             assert found.isfinite().all()
             torch.testing.assert_close(found, wanted)
 
@@ -155,6 +162,6 @@ def test_prompts_from_a_graph() -> None:
         for tokens, slot in (([1, 2, 3], 0), (list(range(40)), 1), ([9] * 16, 0)):
             whole = model(torch.tensor([tokens], device=device))[0, -1:]
             torch.testing.assert_close(graphs.prompt(tokens, slot), whole, rtol=1e-4, atol=1e-4)
-            follow, _ = graphs.step([7], [slot], [len(tokens)])
+            follow = logits(graphs, [7], [slot], [len(tokens)])
             whole = model(torch.tensor([[*tokens, 7]], device=device))[0, -1:]
             torch.testing.assert_close(follow, whole, rtol=1e-4, atol=1e-4)

@@ -19,6 +19,7 @@ from ladder.kernels.launch import Kernels
 from ladder.model import Decoder
 from tests.families import FAMILIES, make
 from tests.test_gpu import Late
+from tests.test_gpu import logits as logits_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TWO = tuple(Schedule(2, aligned, pdl) for aligned in (False, True) for pdl in (True, False))
@@ -60,10 +61,9 @@ def logits(forward: Forward, batch: int, replays: int) -> list[Tensor]:
     graphs, found, vocab = Graphs(forward, batch), [], forward.model.config.vocab
     for position in range(3):
         tokens = [(7 * position + 3 * n) % vocab for n in range(batch)]
-        first = graphs.step(tokens, list(range(batch)), [position] * batch)[0].clone()
+        first = logits_of(graphs, tokens, list(range(batch)), [position] * batch)
         for _ in range(replays):
-            again = graphs.step(tokens, list(range(batch)), [position] * batch)[0]
-            assert torch.equal(again, first)
+            assert torch.equal(logits_of(graphs, tokens, list(range(batch)), [position] * batch), first)
         found.append(first)
     return found
 

@@ -1,6 +1,8 @@
 """The engine with the kernels' vocabulary gives the same tokens as with the decoder's own layers."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +18,13 @@ from ladder.config import ModelConfig
 from ladder.engine import graphs
 from ladder.engine.forward import Forward, Schedule
 from ladder.engine.graphs import Graphs
-from ladder.engine.model_runner import AddSequence, ModelRunner
+from ladder.engine.model_runner import AbortSequence, AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
-from ladder.engine.sampling import likeliest
 from ladder.engine.scheduler import SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
+from ladder.jit import PRESENT
+from ladder.kernels.argmax import choose, choose_reference
 from ladder.kernels.launch import Launch, References
 from ladder.model import Decoder
 from tests.checkpoints import tiny
@@ -96,10 +99,59 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
     assert made.count("step") >= 4 and made.count("prompt") >= 2  # they were used, and made anew for the larger cache
 
 
-def test_the_likeliest_of_several_ranks() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_ahead_change_no_token(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Sequences that come and go at any step, and end with end-of-text tokens: a step that was begun before the last
+    one's tokens were known gives the tokens that it would have given afterwards, and none to a sequence that is gone.
+    """
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
+    ahead: list[int] = []
+    next_step = graphs.Graphs.next_step
+    monkeypatch.setattr(graphs.Graphs, "next_step", lambda self, count: ahead.append(count) or next_step(self, count))
+    chance = random.Random(seed)
+    config = replace(ModelConfig.named("tiny"), eos=tuple(range(0, 320, 29)))
+    comes = {id: (chance.randrange(25), [chance.randrange(320) for _ in range(chance.choice([1, 4, 30]))])
+             for id in range(12)}  # fmt: skip
+    goes = {id: chance.randrange(80) for id in range(0, 12, 3)}
+    limits = {id: chance.choice([1, 2, 9, 60]) for id in comes}
+    found: list[dict[int, list[tuple[int | None, str | None]]]] = []
+    for launch, captured in ((References(), False), (References(), True)):
+        runner = ModelRunner(load(Decoder(config), Random(5, 0.15)), 3, 512, launch, captured)
+        tokens: dict[int, list[tuple[int | None, str | None]]] = {id: [] for id in comes}
+        for step in range(300):
+            gone = [id for id, at in goes.items() if at == step]
+            runner.apply(AbortSequence(id) for id in gone)
+            runner.apply(
+                AddSequence(SequenceSpec(id, tuple(prompt), limits[id], SamplingParams(40)))
+                for id, (at, prompt) in comes.items() if at == step and goes.get(id, step + 1) > step
+            )  # fmt: skip
+            for token in runner.step() if runner.busy else []:
+                assert not (tokens[token.id] and tokens[token.id][-1][1]) and goes.get(token.id, step + 1) > step
+                tokens[token.id].append((token.token, token.finish_reason))
+        assert not runner.busy
+        found.append(tokens)
+    assert found[0] == found[1]
+    reasons = [tokens[-1][1] for tokens in found[0].values() if tokens]
+    assert {"stop", "length"} <= set(reasons) and len(ahead) > 10 and len(set(ahead)) > 1
+
+
+def test_no_step_ahead_where_tokens_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
+    monkeypatch.setattr(graphs.Graphs, "next_step", lambda *_: pytest.fail("a step was begun"))
+    runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 3, 512, References(), True)
+    mixed = [SamplingParams(9), SamplingParams(9, temperature=0.5, seed=1)]
+    runner.apply(AddSequence(SequenceSpec(id, (1, 2), 9, params)) for id, params in enumerate(mixed))
+    assert sum(len(runner.step()) for _ in range(9)) == 18 and not runner.busy
+
+
+def test_the_choice_from_several_ranks() -> None:
     nan, inf = float("nan"), float("inf")
     best = torch.tensor([[1.0, 3, 2.0, 700], [2.0, 5, 2.0, 9], [nan, 1, 5.0, 9], [-inf, 0, -inf, 4], [0.5, 7, inf, 9]])
-    assert likeliest(best) == [700, 5, None, None, None]
+    kernels = [choose_reference, *([lambda *given: choose(*given, pdl=False)] if PRESENT else [])]
+    for each in kernels:
+        inputs = torch.tensor([[1] * 5, [4, 5, 6, 7, 8]])
+        assert each(best, *inputs).tolist() == [700, 5, -1, -1, -1]
+        assert inputs.tolist() == [[700, 5, 0, 0, 0], [5, 6, 7, 8, 9]]
 
 
 def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ class Forward:
         logits = model.run(self._decode, tokens, metadata, self.cache, None)
         return logits, model.comm.all_gather(self.launch.argmax(logits, head.start, head.count))
 
+    def advance(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """`decode` of [tokens, slots, positions]: this rank's logits, and the likeliest tokens, -1 where they are not
+        finite. `inputs` become those of the next step.
+        """
+        logits, best = self.decode(*inputs)
+        return logits, self.launch.choose(best, inputs[0], inputs[2])
+
     def prefill(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
         """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each one's `last`, [batch, block]."""
         logits: Tensor = self.model(tokens, self.cache, last, slots, self._prefill)

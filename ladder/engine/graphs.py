@@ -3,6 +3,7 @@
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -29,17 +30,21 @@ class Graphs:
         self._schedules = schedules
         self._captured: dict[int, _Captured] = {}
         self._prompts: dict[int, _CapturedPrompt] = {}
+        self._last: _Captured | None = None
 
-    def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The results of `Forward.decode`, to be read before the next step."""
+    def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> "Decoded":
+        """One token of each sequence."""
         count = len(tokens)
         bucket = 1 << (count - 1).bit_length()
         fill = bucket - count
         rows = [[*tokens, *[0] * fill], [*slots, *[self._spare] * fill], [*positions, *[0] * fill]]
-        logits, argmax = self.captured(bucket).replay(torch.tensor(rows))
-        if logits.is_cuda:  # no other kernel may have to be loaded meanwhile, see `Flagged.for_kernel`
-            torch.cuda.current_stream(logits.device).synchronize()
-        return logits[:count], argmax[:count]
+        self._last = self.captured(bucket)
+        return self._last.decode(torch.tensor(rows), count)
+
+    def next_step(self, count: int) -> "Decoded":
+        """The step after the last one, of the same sequences, each with the token that was the likeliest there."""
+        assert self._last is not None
+        return self._last.decode(None, count)
 
     def prompt(self, tokens: Sequence[int], slot: int) -> Tensor:
         """The logits [1, block] after a prompt of up to LONGEST tokens in a slot that holds nothing yet."""
@@ -91,23 +96,56 @@ def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
     return graph, results
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """What a decode step gives, perhaps later. No other kernel may have to be loaded before it is complete, see
+    `Flagged.for_kernel`: wait for it before anything new is launched.
+    """
+
+    logits: Tensor  # [sequences, block]; the next step overwrites them
+    _chosen: Tensor  # on the host
+    _done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+
+    def tokens(self) -> list[int | None]:
+        """The likeliest of every sequence; None where its logits are not finite."""
+        self.wait()
+        return [None if token < 0 else token for token in self._chosen.tolist()]
+
+
 class _Captured:
     def __init__(self, forward: Forward, bucket: int, spare: int) -> None:
         device = forward.cache.keys[0].device
         self._inputs = torch.zeros(3, bucket, dtype=torch.long, device=device)
         self._inputs[1] = spare
-        self._graph, self._results = _capture(lambda: forward.decode(*self._inputs), device)
+        self._graph, self._results = _capture(lambda: forward.advance(self._inputs), device)
+        # in turns: a step may begin before the tokens of the one before it are read
+        self._hosts = [torch.zeros(bucket, dtype=torch.long, pin_memory=device.type == "cuda") for _ in range(2)]
 
     def replay(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         self._inputs.copy_(rows)
         self._graph.replay()
         return self._results
 
+    def decode(self, rows: Tensor | None, count: int) -> Decoded:
+        """A step of these rows of inputs, or of those that the last step left."""
+        if rows is not None:
+            self._inputs.copy_(rows)
+        self._graph.replay()
+        logits, chosen = self._results
+        self._hosts.reverse()
+        self._hosts[0].copy_(chosen, non_blocking=True)
+        done = torch.cuda.current_stream(chosen.device).record_event() if chosen.is_cuda else None
+        return Decoded(logits[:count], self._hosts[0][:count], done)
+
     def milliseconds(self, position: int) -> float:
         """Of a step whose sequences stand there; they are no sequence's."""
-        self._inputs[2] = position
         found = []
         for _ in range(WARM_UP + TIMED):
+            self._inputs[2] = position
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             self._graph.replay()

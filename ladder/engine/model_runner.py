@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ladder.engine.graphs import Decoded
 from ladder.engine.passes import Passes
-from ladder.engine.sampling import Sampler, likeliest
-from ladder.engine.scheduler import ScheduledBatch, Scheduler, SequenceSpec, finish_reason
+from ladder.engine.sampling import Sampler
+from ladder.engine.scheduler import RunningSequence, ScheduledBatch, Scheduler, SequenceSpec, finish_reason
 from ladder.kernels.launch import Launch
 from ladder.model import Decoder
 
@@ -45,6 +46,15 @@ class NewToken:
     finish_reason: str | None
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A forward pass that has been begun."""
+
+    sequences: tuple[RunningSequence, ...]
+    logits: Tensor  # this rank's
+    decoded: Decoded | None  # None: there are only logits
+
+
 class ModelRunner:
     """Runs the scheduled steps. All ranks apply the same commands before the same steps."""
 
@@ -57,6 +67,7 @@ class ModelRunner:
         self._samplers: dict[int, Sampler] = {}
         self._passes = Passes(model, slots, launch, graphs)
         self._cache = self._passes.cache
+        self._ahead: Launched | None = None  # a decode step that was begun before the last one's tokens were read
         self.stopped = False
 
     @property
@@ -82,26 +93,67 @@ class ModelRunner:
     def step(self) -> list[NewToken]:
         """Admit waiting sequences, decode one token of every running one, prefill a chunk of the unread prompts."""
         for sequence in self._scheduler.admit():
+            if self._ahead is not None and self._ahead.decoded is not None:
+                self._ahead.decoded.wait()  # before anything else is launched
             self._cache.clear(sequence.slot)
             self._samplers[sequence.spec.id] = Sampler(sequence.spec.params)
         # both batches are chosen before either is computed: a prompt that ends here is decoded from the next step on
-        batches = [self._scheduler.decode_batch(), self._scheduler.prefill_batch()]
-        return [token for batch in batches if batch is not None for token in self._compute(batch)]
+        launched, self._ahead = self._ahead, None
+        if launched is None and (decode := self._scheduler.decode_batch()) is not None:
+            launched = self._launch(decode)
+        prefill = self._scheduler.prefill_batch()
+        tokens = []
+        if launched is not None:
+            if prefill is None and self._may_go_on(launched):
+                self._ahead = self._go_on(launched)
+            tokens += self._take(launched)
+        if prefill is not None:
+            tokens += self._take(self._launch(prefill))
+        return tokens
 
-    def _compute(self, batch: ScheduledBatch) -> list[NewToken]:
-        block, best = self._passes.compute(batch)
+    def _launch(self, batch: ScheduledBatch) -> "Launched":
+        logits, decoded = self._passes.compute(batch)
+        self._cache.advance([len(chunk) for chunk in batch.tokens], batch.slots)
+        return Launched(batch.sequences, logits, decoded)
+
+    def _may_go_on(self, launched: "Launched") -> bool:
+        """Whether the next step is sure to be of the same sequences, but for those that end with an end-of-text token:
+        their rows of it are lost.
+        """
+        running, sequences = self._scheduler.running, launched.sequences
+        same = len(running) == len(sequences) and all(running.get(each.spec.id) is each for each in sequences)
+        return (
+            same
+            and launched.decoded is not None
+            and all(each.spec.params.temperature == 0 for each in sequences)
+            and all(len(each.new) + 1 < each.spec.limit for each in sequences)
+            and self._passes.can_go_on([each.slot for each in sequences])
+        )
+
+    def _go_on(self, launched: "Launched") -> "Launched":
+        """The next step is given to the GPU before the CPU has looked at the tokens of this one."""
+        sequences = launched.sequences
+        decoded = self._passes.next_step(len(sequences))
+        self._cache.advance([1] * len(sequences), [each.slot for each in sequences])
+        return Launched(sequences, decoded.logits, decoded)
+
+    def _take(self, launched: "Launched") -> list[NewToken]:
         choices: list[int | None] | None = None
         logits: Sequence[Tensor] = ()
-        if best is not None and all(each.spec.params.temperature == 0 for each in batch.sequences):
-            choices = likeliest(best.cpu())
+        if launched.decoded is not None and all(each.spec.params.temperature == 0 for each in launched.sequences):
+            choices = launched.decoded.tokens()
         else:
-            logits = list(self._model.comm.all_gather(block)[:, : self._model.config.vocab].float().cpu())
-        self._cache.advance([len(chunk) for chunk in batch.tokens], batch.slots)
+            if launched.decoded is not None:
+                launched.decoded.wait()
+            vocab = self._model.config.vocab
+            logits = list(self._model.comm.all_gather(launched.logits)[:, :vocab].float().cpu())
         tokens = []
-        for number, sequence in enumerate(batch.sequences):
+        for number, sequence in enumerate(launched.sequences):
+            id = sequence.spec.id
+            if self._scheduler.running.get(id) is not sequence:
+                continue  # it has ended since
             if not sequence.new and sequence.prefilled < len(sequence.spec.tokens):
                 continue  # in the middle of its prompt
-            id = sequence.spec.id
             token = self._samplers[id].choose(logits[number]) if choices is None else choices[number]
             if token is not None:
                 sequence.new.append(token)

@@ -1,12 +1,13 @@
 """How a forward pass is computed: by the decoder's own layers, by kernels, or by a CUDA graph of them."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from ladder.engine.forward import Forward
-from ladder.engine.graphs import LONGEST, Graphs
+from ladder.engine.graphs import LONGEST, Decoded, Graphs
 from ladder.engine.scheduler import ScheduledBatch
 from ladder.errors import LadderError
 from ladder.kernels.launch import Launch
@@ -29,17 +30,27 @@ class Passes:
         self._forward = None if launch is None else Forward(model, self.cache, launch)
         self._graphs: Graphs | None = None
 
-    def compute(self, work: ScheduledBatch) -> tuple[Tensor, Tensor | None]:
-        """This rank's logits of every sequence's last token, [sequences, block]; for a decoding step by kernels also
-        every rank's argmax, see `Forward.decode`.
+    def can_go_on(self, slots: Sequence[int]) -> bool:
+        """Whether `next_step` can follow a decode step of `slots`, which `cache` already counts."""
+        room = all(self.cache.lengths[slot] < self.cache.capacity for slot in slots)
+        return self._graphs is not None and room
+
+    def next_step(self, count: int) -> Decoded:
+        """The step after a decode step of `count` sequences, begun before that one's tokens are known here."""
+        assert self._graphs is not None
+        with self._on_device():
+            return self._graphs.next_step(count)
+
+    def compute(self, work: ScheduledBatch) -> tuple[Tensor, Decoded | None]:
+        """This rank's logits of every sequence's last token, [sequences, block]; for a decode step by kernels also
+        the likeliest tokens.
         """
         width = max(map(len, work.tokens))
         starts = [self.cache.lengths[slot] for slot in work.slots]
         alone = self._with_graphs and starts == [0] and width <= LONGEST
         self._make_room(Graphs.width(width) if alone else max(starts) + width)
         device = self.cache.keys[0].device
-        # kernels are launched on the current device
-        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with self._on_device():
             if self._forward is not None and width == 1 and len(work.sequences) <= MOST:
                 return self._step(self._forward, work)
             if self._forward is not None and alone and self._forward.capturable:
@@ -50,12 +61,22 @@ class Passes:
                 return self._forward.prefill(ids, last, work.slots), None
             return self._model(ids, self.cache, last, work.slots)[:, 0], None
 
-    def _step(self, forward: Forward, work: ScheduledBatch) -> tuple[Tensor, Tensor]:
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Kernels are launched on the current device."""
+        device = self.cache.keys[0].device
+        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
+
+    def _step(self, forward: Forward, work: ScheduledBatch) -> tuple[Tensor, Decoded]:
         tokens = [piece[0] for piece in work.tokens]
         positions = [self.cache.lengths[slot] for slot in work.slots]
         if not self._with_graphs:
-            return forward.decode(*torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device))
-        return self._captured(forward).step(tokens, work.slots, positions)
+            inputs = torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device)
+            logits, chosen = forward.advance(inputs)
+            return logits, Decoded(logits, chosen.cpu())
+        decoded = self._captured(forward).step(tokens, work.slots, positions)
+        return decoded.logits, decoded
 
     def _captured(self, forward: Forward) -> Graphs:
         self._graphs = self._graphs or Graphs(forward, self._slots)

@@ -29,14 +29,6 @@ class Sampler:
         return int(torch.multinomial(chances, 1, generator=self._generator))
 
 
-def likeliest(best: Tensor) -> list[int | None]:
-    """The greedy choice from every rank's argmax, [sequences, 2 x ranks]: value, token, ...; None as in `choose`."""
-    values, tokens = best[:, 0::2], best[:, 1::2]
-    top, rank = values.max(dim=1)  # NaN wins, and of equals the first
-    chosen = tokens.gather(1, rank.unsqueeze(1))[:, 0].tolist()
-    return [int(token) if sane else None for token, sane in zip(chosen, top.isfinite().tolist(), strict=True)]
-
-
 def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """softmax(logits) of the `top_k` likeliest, of these the smallest set that reaches `top_p`, scaled to 1."""
     order = logits.argsort(descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""The argmax of this rank's block of the logits."""
+"""The argmax of this rank's block of the logits; the greedy choice from every rank's."""
 
 import torch
 from torch import Tensor
@@ -46,3 +46,45 @@ def argmax_reference(logits: Tensor, first: int, count: int) -> Tensor:
         return torch.tensor([[float("-inf"), float(first)]], device=logits.device).repeat(len(logits), 1)
     value, index = logits[:, :count].float().max(dim=-1)
     return torch.stack((value, (index + first).float()), dim=-1)
+
+
+@triton.jit
+def _choose(best, chosen, tokens, positions, SIZE: tl.constexpr, SP: tl.constexpr, PDL: tl.constexpr):
+    b = tl.program_id(0)
+    rank = tl.arange(0, SP)
+    inside = rank < SIZE
+    wait_for_others(PDL)
+    values = tl.load(best + (b * SIZE + rank) * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    ids = tl.load(best + (b * SIZE + rank) * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+    odd = tl.sum((values != values).to(tl.int32), axis=0)
+    top = tl.max(tl.where(values != values, float("-inf"), values), axis=0)
+    first = tl.min(tl.where(values == top, rank, SP), axis=0)
+    token = tl.sum(tl.where(rank == first, ids, 0.0), axis=0).to(tl.int64)
+    finite = (odd == 0) & (top > float("-inf")) & (top < float("inf"))
+    tl.store(chosen + b, tl.where(finite, token, -1))
+    tl.store(tokens + b, tl.where(finite, token, 0))
+    tl.store(positions + b, tl.load(positions + b) + 1)
+
+
+def choose(best: Tensor, tokens: Tensor, positions: Tensor, pdl: bool) -> Tensor:
+    """The greedy choice [batch] from every rank's argmax, [batch, 2 x ranks]; -1 where it is not finite.
+
+    `tokens` and `positions` become those of the next step.
+    """
+    chosen = torch.empty_like(tokens)
+    size = best.shape[1] // 2
+    _choose[(len(best),)](
+        best, chosen, tokens, positions, SIZE=size, SP=triton.next_power_of_2(size), PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return chosen
+
+
+def choose_reference(best: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    values, ids = best[:, 0::2], best[:, 1::2]
+    rank = values.argmax(dim=1, keepdim=True)  # NaN wins, and of equals the first
+    finite = values.gather(1, rank)[:, 0].isfinite()
+    token = ids.gather(1, rank)[:, 0].long()
+    tokens.copy_(token.where(finite, 0))
+    positions.add_(1)
+    return token.where(finite, -1)

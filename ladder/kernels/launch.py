@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ladder.errors import LadderError
 from ladder.kernels.activation import activate_rows
-from ladder.kernels.argmax import argmax, argmax_reference
+from ladder.kernels.argmax import argmax, argmax_reference, choose, choose_reference
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
@@ -33,6 +33,7 @@ class References:
     rotate_write = staticmethod(rotate_write_reference)
     activate = staticmethod(activate)
     argmax = staticmethod(argmax_reference)
+    choose = staticmethod(choose_reference)
 
     def norm_project(
         self, source: Source, norm: Norm | None, weight: Weight, kernel: str, activation: str | None = None,
@@ -149,6 +150,9 @@ class Kernels:
 
     def argmax(self, logits: Tensor, first: int, count: int) -> Tensor:
         return argmax(logits, first, count, self.pdl)
+
+    def choose(self, best: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        return choose(best, tokens, positions, self.pdl)
 
     def _config(self, kernel: str, rows: int, weight: Weight, pair: bool) -> Config:
         if weight.dense is None:
