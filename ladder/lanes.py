@@ -7,7 +7,7 @@ Memory that a kernel has read is given to later kernels of the lane that made it
 tensor that another lane reads is kept until its own lane has waited for that reading.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -42,7 +42,7 @@ class Lanes(Protocol):
     current: int
 
     def on(self, lane: int) -> AbstractContextManager[None]:
-        """What is launched inside is for this lane, of which there may be fewer."""
+        """What is launched inside is for this lane; where there are fewer, for one of those."""
         ...
 
     def made(self, x: T) -> Made[T]:
@@ -93,6 +93,7 @@ class Order:
         self.count = count
         self.current = 0
         self.aligned = aligned
+        self._used: set[int] = set()  # other lanes than the first, since they were joined last
         self._waited = [[0] * count for _ in range(count)]  # by lane: the newest mark of each lane that is before it
         self._kept: list[tuple[object, int, int, int]] = []  # what, whose, read on which lane, before which mark of it
 
@@ -107,6 +108,7 @@ class Order:
     @contextmanager
     def _entered(self, lane: int) -> Iterator[None]:
         before, self.current = self.current, lane
+        self._used.add(lane)
         try:
             with self.entered(lane):
                 yield
@@ -136,11 +138,11 @@ class Order:
         return made.x
 
     def join(self) -> None:
-        for lane in range(self.count):
-            if lane != self.current:
-                with self._entered(lane):
-                    end = self.made(None)
-                self.use(end)
+        for lane in sorted(self._used - {self.current}):
+            with self._entered(lane):
+                end = self.made(None)
+            self.use(end)
+        self._used.clear()
 
     def _is_over(self, lane: int, reader: int, before: int) -> bool:
         return self._waited[lane][reader] >= before
@@ -161,13 +163,20 @@ class Order:
 
 
 class CudaLanes(Order):
-    """The first lane is the stream that the pass is given to; the others are streams of a higher priority, for what is
-    short and would otherwise queue up behind what is long.
+    """The first lane is the stream that the pass is given to; `others` are those of the lanes after it.
+
+    Only kernels of the first lane poll the flags of all-reduces. What they wait for has been computed by then, and the
+    kernels of the other lanes end by themselves: so an all-reduce always finds room on the chip at last.
     """
 
-    def __init__(self, device: torch.device, count: int = 2, aligned: bool = False) -> None:
-        super().__init__(count, aligned)
-        self._others = [torch.cuda.Stream(device, priority=-1) for _ in range(count - 1)]
+    def __init__(self, others: Sequence[torch.cuda.Stream], aligned: bool = False) -> None:
+        super().__init__(1 + len(others), aligned)
+        self._others = others
+
+    @staticmethod
+    def stream(device: torch.device) -> torch.cuda.Stream:
+        """For short kernels, which would otherwise queue up behind long ones; all-reduces come before both."""
+        return torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def entered(self, lane: int) -> Iterator[None]:

@@ -59,7 +59,7 @@ class Processed:
 
 
 @dataclass(frozen=True)
-class Sum:
+class AllReduce:
     """An all-reduce that has begun: its partial sum was made on a lane, and carries this rank's drift."""
 
     pending: Made[Pending]
@@ -117,7 +117,7 @@ class ResidualStream:
         made = self._lanes.made
         *carried, own = [None if drift is None else made(drift) for drift in drifts or (None,) * (len(sums) + 1)]
         # those that some lane has not joined to its `agreed` yet, oldest first; `_gone` others came before them
-        self._sums = deque(Sum(made(Completed(x)), drift) for x, drift in zip(sums, carried, strict=True))
+        self._all_reduces = deque(AllReduce(made(Completed(x)), drift) for x, drift in zip(sums, carried, strict=True))
         self._gone = 0
         self._read = 0  # so many a reader has waited for
         self._agreed = [(made(agreed), 0)] * self._lanes.count  # of each lane, and how many have joined it
@@ -137,11 +137,11 @@ class ResidualStream:
         stream._reduces_to_come = reduces
         return stream
 
-    def read(self, lag: int, staleness: Tensor | None = None) -> Tensor:
+    def read(self, lag: int, staleness: Tensor | None = None, held: bool = True) -> Tensor:
         """The stream with at most the newest `lag` all-reduces missing: waits for the older ones, oldest first.
 
-        `staleness` (none: 1) is how much is missing of those and of a partial sum that is held; for training, since
-        reading a part of them means waiting.
+        `staleness` (none: 1) is how much is missing of those and, if `held`, of a partial sum that is held; for
+        training, on one lane, since reading a part of them means waiting.
         """
         self._join()
         terms = self.begin_read(lag)
@@ -152,15 +152,16 @@ class ResidualStream:
         for drift in terms.more:
             stream = stream + drift
         if staleness is not None:
-            self._sums = deque(
-                Sum(self._lanes.made(Completed(each.pending.x.wait())), each.drift) for each in self._sums
+            assert self._lanes.count == 1
+            self._all_reduces = deque(
+                AllReduce(self._lanes.made(Completed(each.pending.x.wait())), each.drift) for each in self._all_reduces
             )
-            for each in self._sums:
+            for each in self._all_reduces:
                 missing = each.pending.x.wait()
                 missing = missing if each.drift is None else missing - each.drift.x  # which was read instead
                 stream = stream + (1 - staleness) * missing
-            if self._held is not None:
-                stream = stream + (1 - staleness) * self.total(self._held.x)
+            if held and self._held is not None:
+                stream = stream + (1 - staleness) * self.total(self._held.x.clone())
         return stream
 
     def begin_read(self, lag: int) -> Terms:
@@ -171,14 +172,14 @@ class ResidualStream:
         for other, count in self._agreed:
             if count > joined and lanes.has(other):
                 agreed, joined = other, count
-        wanted = [self._sums[number - self._gone].pending for number in range(joined, self._read)]
-        carried = [each.drift for number, each in enumerate(self._sums, self._gone) if number >= self._read]
+        wanted = [self._all_reduces[number - self._gone].pending for number in range(joined, self._read)]
+        carried = [each.drift for number, each in enumerate(self._all_reduces, self._gone) if number >= self._read]
         if self._fresh is not None and (wanted or any(carried)):
             self._join()
         if lanes.count > 1:  # before anything is used: what is used is read by the kernel that this lane is given next
             for each in wanted:
                 if isinstance(each.x, Once):
-                    each.x.prepare()
+                    lanes.use(each).prepare()  # type: ignore[attr-defined]
         drifts = tuple(lanes.use(drift) for drift in (*carried, self._drift) if drift is not None)
         pending, base = [lanes.use(each) for each in wanted], lanes.use(agreed)
         self._base = agreed
@@ -189,14 +190,15 @@ class ResidualStream:
 
     def end_read(self, terms: Terms, total: Tensor) -> None:
         """`total` is base + pending of the terms."""
+        base, self._base = self._base, None
         if terms.local:
             self._drift, self._fresh = self._lanes.made(total), None
             return
-        assert self._base is not None
-        made = self._base if total is terms.base else self._lanes.made(total)  # else the memory is another lane's
+        assert base is not None
+        made = base if total is terms.base else self._lanes.made(total)  # the base's memory may be another lane's
         self._agreed[self._lanes.current] = made, self._read
         while self._gone < min(joined for _, joined in self._agreed):
-            self._sums.popleft()
+            self._all_reduces.popleft()
             self._gone += 1
 
     def total(self, x: Tensor) -> Tensor:
@@ -242,12 +244,12 @@ class ResidualStream:
 
     @property
     def _alone(self) -> bool:
-        """One agrees with oneself, but not with oneself on another lane."""
+        """A single rank on one lane: what it adds is agreed on at once. (Each lane has an `agreed` of its own.)"""
         return self._comm.size == 1 and self._lanes.count == 1
 
     @property
     def _begun(self) -> int:
-        return self._gone + len(self._sums)
+        return self._gone + len(self._all_reduces)
 
     def _put(self, partial: Tensor | Iterable[Tensor], out: Out) -> None:
         """`write` of a partial sum that its addend has joined."""
@@ -267,15 +269,15 @@ class ResidualStream:
         """`write` by the way of `local`, but it is left to the next reader to join the partial sum to the drift; or to
         the stream itself, where all that was begun has been read and no all-reduce will ever need the drift.
         """
-        made = self._lanes.made(partial)
-        if self._reduces_to_come == 0 and self._drift is None and self._read == self._begun:
-            self._sums.append(Sum(self._lanes.made(Completed(partial)), None))
+        nobody_else = self._comm.size == 1 or self._reduces_to_come == 0
+        if nobody_else and self._drift is None and self._read == self._begun:
+            self._all_reduces.append(AllReduce(self._lanes.made(Completed(partial)), None))
             self._read += 1
         elif self._drift is None:
-            self._drift = made
+            self._drift = self._lanes.made(partial)
         else:
             self._join()
-            self._fresh = made
+            self._fresh = self._lanes.made(partial)
 
     def _write_output(self, output: Tensor, out: Out, post: Post) -> None:
         if out is Out.LOCAL:
@@ -293,17 +295,21 @@ class ResidualStream:
 
     def _send(self, pending: Pending) -> None:
         """An all-reduce has begun, and carries the drift."""
-        self._sums.append(Sum(self._lanes.made(pending), self._drift))
+        self._all_reduces.append(AllReduce(self._lanes.made(pending), self._drift))
         self._drift = None
         if self._reduces_to_come is not None:
             self._reduces_to_come -= 1
 
     def rest(self) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
         """What the constructor needs to go on from here, in another layer's scope: waits for every all-reduce."""
-        assert self._held is None and self._fresh is None and not self._held_outputs
-        self._sums = deque(Sum(Made(Completed(each.pending.x.wait())), each.drift) for each in self._sums)
-        drifts = [None if drift is None else drift.x for drift in (*(each.drift for each in self._sums), self._drift)]
-        return self._agreed[0][0].x, [each.pending.x.wait() for each in self._sums], drifts
+        assert self._held is None and self._fresh is None and not self._held_outputs and self._lanes.count == 1
+        self._all_reduces = deque(
+            AllReduce(Made(Completed(each.pending.x.wait())), each.drift) for each in self._all_reduces
+        )
+        drifts = [
+            None if drift is None else drift.x for drift in (*(each.drift for each in self._all_reduces), self._drift)
+        ]
+        return self._agreed[0][0].x, [each.pending.x.wait() for each in self._all_reduces], drifts
 
 
 def _whole(partial: Tensor | Iterable[Tensor]) -> Tensor:

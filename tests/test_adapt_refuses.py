@@ -34,7 +34,7 @@ from tests.training import adapting, silent
     ("valid", "other was tokenized with another tokenizer than .*model"),
     ("closed", "out cannot be written: nothing can be made in"),
     ("peft", "--method lora needs peft: pip install"),
-    ("local", "'desync-2x' keeps partial sums local, and on one rank is the standard model: give --ranks"),
+    ("local", "'desync-2x' keeps partial sums local, which is another model at every TP degree: give --ranks"),
     ("stale", "there is nothing between the standard model and 'desync-2x': give --staleness 0"),
     ("ranks", "3 ranks cannot share 4 heads"),
     ("emulated", "--ranks is for --method full and layers, not for lora: leave one out"),

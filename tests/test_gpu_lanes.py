@@ -56,9 +56,9 @@ def comm_of(kind: str, device: torch.device) -> Comm:
             return Signalled([Late()], device, sums)  # results that are no numbers until their flags are set
 
 
-def logits(forward: Forward, batch: int, replays: int) -> list[Tensor]:
+def logits(forward: Forward, schedule: Schedule, batch: int, replays: int) -> list[Tensor]:
     """Of decode steps at the first positions, each replayed so often: all replays must have the same bits."""
-    graphs, found, vocab = Graphs(forward, batch), [], forward.model.config.vocab
+    graphs, found, vocab = Graphs(forward, batch, (schedule,)), [], forward.model.config.vocab
     for position in range(3):
         tokens = [(7 * position + 3 * n) % vocab for n in range(batch)]
         first = logits_of(graphs, tokens, list(range(batch)), [position] * batch)
@@ -74,12 +74,12 @@ def check(model: Decoder, batch: int, replays: int = REPLAYS) -> None:
     with torch.inference_mode():
         for schedule in (Schedule(), *TWO):
             for poisoned in (False, True):
-                forward = Forward(model, model.new_cache(batch + 1, 32), Kernels.on(device)).scheduled(schedule)
+                forward = Forward(model, model.new_cache(batch + 1, 32), Kernels.on(device))
                 if poisoned:
                     with Poison():
-                        steps = logits(forward, batch, 2)
+                        steps = logits(forward, schedule, batch, 2)
                 else:
-                    steps = logits(forward, batch, replays)
+                    steps = logits(forward, schedule, batch, replays)
                 expected = found.setdefault(Schedule(), steps)
                 assert all(x.isfinite().all() for x in steps), (schedule, poisoned)
                 assert all(torch.equal(x, y) for x, y in zip(steps, expected, strict=True)), (schedule, poisoned)
@@ -102,11 +102,12 @@ def test_batches(wiring: str, batch: int) -> None:
     check(model, batch, 5)
 
 
+@pytest.mark.parametrize("wiring", ("ladder", "parallel-1"))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(tmp_path: Any, family: str) -> None:
+def test_every_family(tmp_path: Any, family: str, wiring: str) -> None:
     make(family, tmp_path)
     device = torch.device("cuda", 0)
-    config = ModelConfig.from_directory(tmp_path).rewired("ladder")
+    config = ModelConfig.from_directory(tmp_path).rewired(wiring)
     check(load(Decoder(config, Solo(), device), Random(1, 0.05)), 3, 5)
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ladder.comm.base import Comm, Solo
+from ladder.comm.emulated import World
+from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
 from ladder.engine.forward import Forward
 from ladder.kernels.launch import References
@@ -56,11 +58,34 @@ def test_the_same_bits_and_no_race(wiring: str, size: int, batch: int) -> None:
     check(config, draw(config), size, batch)
 
 
+@pytest.mark.parametrize("size", (1, 2))
 @pytest.mark.parametrize("wiring", ("ladder", "ladder-2", "parallel-1", "desync-2x-1", "standard"))
 @pytest.mark.parametrize("name", test_parity_families.FAMILIES)
-def test_every_family(name: str, wiring: str) -> None:
+def test_every_family(name: str, wiring: str, size: int) -> None:
     config, weights, _ = test_parity_families.model(name)
-    check(config.rewired(wiring), weights, 2, 2)
+    check(config.rewired(wiring), weights, size, 2)
+
+
+@pytest.mark.parametrize("wiring", ("ladder", "parallel-1", "desync-2x-1", "standard:2 ladder-2:2"))
+@pytest.mark.parametrize("name", ("mixtral", "gemma2", "olmo2"))
+def test_all_reduces_in_the_lane_that_begins_them(name: str, wiring: str) -> None:
+    """As of a rank that is measured without a link: nobody but the lanes themselves keeps an order."""
+    config, weights, _ = test_parity_families.model(name)
+    config, lanes = config.rewired(wiring), WatchedLanes(2)
+    expected = steps(config, weights, OneRank(2), OneLane(), 2)
+    with RaceDetector(lanes):
+        found = steps(config, weights, OneRank(2), lanes, 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("wiring", ("ladder", "parallel-1", "desync-3x-1", "standard:1 ladder-2:3"))
+def test_ranks_that_exist(worlds: dict[int, World], wiring: str) -> None:
+    config = tiny(4).rewired(wiring)
+    weights = draw(config)
+    for one, two in worlds[2].run(
+        lambda comm: [steps(config, weights, comm, lanes, 2) for lanes in (OneLane(), WatchedLanes(2))]
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
 
 class Spans(References):

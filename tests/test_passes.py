@@ -1,6 +1,8 @@
 """The engine with the kernels' vocabulary gives the same tokens as with the decoder's own layers."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +135,23 @@ def test_steps_ahead_change_no_token(monkeypatch: pytest.MonkeyPatch, seed: int)
     assert found[0] == found[1]
     reasons = [tokens[-1][1] for tokens in found[0].values() if tokens]
     assert {"stop", "length"} <= set(reasons) and len(ahead) > 10 and len(set(ahead)) > 1
+
+
+def test_a_graph_keeps_what_its_kernels_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scratch memory of the kernels of its schedule: a graph has its address, and nobody else has it."""
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (None, step()))
+    made: list[weakref.ref[Forward]] = []
+
+    class Scheduled(Forward):
+        def scheduled(self, schedule: Schedule) -> Forward:
+            other = Forward(self.model, self.cache, References())
+            made.append(weakref.ref(other))
+            return other
+
+    model = load(Decoder(ModelConfig.named("tiny")), Random())
+    captured = Graphs(Scheduled(model, model.new_cache(2, 16), References()), 1).captured(1)
+    gc.collect()
+    assert made[0]() is captured.forward
 
 
 def test_no_step_ahead_where_tokens_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from math import inf
 from typing import Any
 
 import torch
@@ -162,12 +161,13 @@ def table(
     yield line("none", None, none, **capture)
     part = parts(model, cache, kernels, case.batch)
     yield {"measure": "parts", **common, **{name: round(us, 2) for name, us in part.items()}}
-    free = {"none": statistics.median(none)}
+    no_comm = statistics.median(none)
+    free: dict[tuple[str, Schedule], float] = {}
     for pattern in wirings if case.tp > 1 else ("ladder",):
         for how in () if pattern == "none" else schedules(pattern, model.config.layers):
             found = decode(model, cache, kernels, case.batch, pattern, None, schedule=how)
-            free[pattern] = min(free.get(pattern, inf), statistics.median(found))
-            yield line(pattern, None, found, how, over_none=round(statistics.median(found) / free["none"], 4))
+            free[pattern, how] = statistics.median(found)
+            yield line(pattern, None, found, how, over_none=round(free[pattern, how] / no_comm, 4))
     for name in links:
         taken = all_reduce_us(_LINKS[name], case.tp, case.batch, model.config.hidden, device)
         link = {"link": "emulated", "link_name": name}
@@ -181,8 +181,8 @@ def table(
                 found = decode(model, cache, kernels, case.batch, pattern, _LINKS[name], concurrent, schedule=how)
                 ms = statistics.median(found)
                 standard = ms if pattern == "standard" else standard
-                more: dict[str, Any] = {"concurrent_all_reduces": concurrent, "over_none": round(ms / free["none"], 4)}
-                more["over_same_wiring_without_link"] = round(ms / free[pattern], 4)
+                more: dict[str, Any] = {"concurrent_all_reduces": concurrent, "over_none": round(ms / no_comm, 4)}
+                more["over_same_wiring_without_link"] = round(ms / free[pattern, how], 4)
                 if case.layers is not None:  # all layers, the rest of the step once
                     scale = common["of_layers"] / common["layers"]
                     more["ms_scaled_to_all_layers"] = round(scale * ms - (scale - 1) * part["rest_us"] / 1e3, 3)

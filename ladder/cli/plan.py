@@ -16,6 +16,7 @@ from ladder.errors import LadderError
 from ladder.options import option
 
 WIRINGS = ("standard", "parallel", "parallel-1", "ladder", "none")
+NOT_PROPOSED = ("none", "parallel-1")  # no model; a wiring whose price in quality is not known yet
 GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "alpha_us": "alpha us", "pp": "PP"}
 GIVEN |= {"nodes": "nodes", "gpus": "GPUs", "prompt": "prompt", "new": "new"}
 FIGURES = {
@@ -80,7 +81,7 @@ def plan(options: PlanOptions) -> None:
             raise LadderError("--target-ms looks for the best by itself: leave out --sweep")
         if not options.target_ms > 0:
             raise LadderError(f"--target-ms must be more than 0, not {options.target_ms:g}")
-        able = options.wiring or tuple(name for name in WIRINGS if name != "none")  # which is no model
+        able = options.wiring or tuple(name for name in WIRINGS if name not in NOT_PROPOSED)
         for size, chip, link, prompt, new in product(options.size, options.chip, options.link, numbers[2], numbers[3]):
             deployment = Deployment(size, chip, options.nodes, link, 1, prompt, new, able[0], *rest)
             rows += best(deployment, able, options.target_ms, numbers[0], numbers[1])[: 1 if options.json else 10]

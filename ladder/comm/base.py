@@ -4,12 +4,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+PRIORITY = -2  # of communication streams on a GPU: before all that compute
+
 
 class Pending(Protocol):
     """An all-reduce in flight."""
 
     def wait(self) -> Tensor:
-        """The result, once it is complete. Called exactly once."""
+        """The result, once it is complete. Called once, or once by each of several lanes."""
         ...
 
 

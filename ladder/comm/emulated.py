@@ -129,9 +129,11 @@ class _Pending:
     def __init__(self, world: World, ticket: int) -> None:
         self._world = world
         self._ticket = ticket
+        self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        first, *others = self._world.take(self._ticket)
-        for other in others:
-            first = first + other
-        return first
+        if self._result is None:
+            self._result, *others = self._world.take(self._ticket)
+            for other in others:
+                self._result = self._result + other
+        return self._result

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ladder.comm.base import Comm, Pending
+from ladder.comm.base import PRIORITY, Comm, Pending
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ class Signalled:
 
     def __init__(self, inners: Sequence[Comm], device: torch.device, sums: int) -> None:
         self._inners = list(inners)
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in self._inners]
+        self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in self._inners]
         self.flags = torch.zeros(sums, dtype=torch.int32, device=device)
         self._count: int | None = None
         self.size = self._inners[0].size

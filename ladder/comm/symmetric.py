@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder.comm.base import Comm, Completed, Pending
+from ladder.comm.base import PRIORITY, Comm, Completed, Pending
 from ladder.comm.one_shot import BLOCKS, OneShot
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
@@ -94,7 +94,9 @@ class Symmetric:
         self._room = room
         self._slots = [room.memory[slot] for slot in range(SLOTS)]
         self._turn = 0
-        self._stream = torch.cuda.Stream(room.memory.device, priority=-1)  # high: it must not queue behind compute
+        self._stream = torch.cuda.Stream(
+            room.memory.device, priority=PRIORITY
+        )  # high: it must not queue behind compute
         # the few messages that are not for symmetric memory go to `inner`
         self.capturable = getattr(inner, "capturable", False)
         self.signals = room.light is not None

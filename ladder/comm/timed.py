@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from ladder.comm.base import Comm, Pending
+from ladder.comm.base import PRIORITY, Comm, Pending
 from ladder.comm.link import Link
 
 
@@ -69,7 +69,7 @@ class _GpuClock:
     """A stream whose only work is to let time pass, one message after another. Safe to capture in a CUDA graph."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)  # high: waits must not queue behind the compute
+        self._stream = torch.cuda.Stream(device, priority=PRIORITY)  # high: waits must not queue behind the compute
         self._cycles_per_second = _spin_rate(device)
 
     def after(self, seconds: float) -> "_GpuMoment":

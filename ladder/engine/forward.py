@@ -32,6 +32,8 @@ class Forward:
 
     def __init__(self, model: Decoder, cache: KVCache, launch: Launch, lanes: Lanes | None = None) -> None:
         """`lanes`: where decode computes the sub-blocks of a layer; none: one after the other."""
+        self.schedule = Schedule()
+        self._streams: list[torch.cuda.Stream] = []  # of lanes after the first, the same for all schedules
         self.model = model
         self.cache = cache
         self.launch = launch
@@ -40,12 +42,15 @@ class Forward:
 
     def scheduled(self, schedule: Schedule) -> "Forward":
         """The same passes by another schedule, on a GPU."""
-        if schedule == Schedule():
+        if schedule == self.schedule:
             return self
         assert isinstance(self.launch, Kernels)
-        device = self.cache.keys[0].device
-        lanes = CudaLanes(device, schedule.lanes, schedule.aligned) if schedule.lanes > 1 else None
-        return Forward(self.model, self.cache, self.launch.scheduled(schedule.lanes, schedule.pdl), lanes)
+        while len(self._streams) < schedule.lanes - 1:
+            self._streams.append(CudaLanes.stream(self.cache.keys[0].device))
+        lanes = CudaLanes(self._streams[: schedule.lanes - 1], schedule.aligned) if schedule.lanes > 1 else None
+        other = Forward(self.model, self.cache, self.launch.scheduled(schedule.lanes, schedule.pdl), lanes)
+        other.schedule, other._streams = schedule, self._streams
+        return other
 
     @property
     def capturable(self) -> bool:

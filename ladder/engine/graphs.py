@@ -118,6 +118,7 @@ class Decoded:
 
 class _Captured:
     def __init__(self, forward: Forward, bucket: int, spare: int) -> None:
+        self.forward = forward  # the graph has the addresses of its kernels' scratch memory and flags
         device = forward.cache.keys[0].device
         self._inputs = torch.zeros(3, bucket, dtype=torch.long, device=device)
         self._inputs[1] = spare
@@ -158,6 +159,7 @@ class _Captured:
 class _CapturedPrompt:
     def __init__(self, forward: Forward, width: int, spare: int) -> None:
         device = forward.cache.keys[0].device
+        self.forward = forward
         self._width = width
         self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
         self._inputs[1] = spare

@@ -128,10 +128,11 @@ class WiredLayer(nn.Module):
         y, weights, *_ = self._block(layout.attention, x, self._for_all_ranks(x, agreed, named))
         y = self._unfold_ranks(self._after(layout.attention, y), agreed)
         stream.write(y, attention.out)
-        x = stream.read(mlp.lag, self.staleness)
-        missing = mlp.lag > 0 or attention.out is Out.HOLD  # attention's result, of which staleness gives a part
-        if self.staleness is not None and missing and self.spec.born_parallel:
-            x = x - (1 - self.staleness) * y  # which the MLP of a born-parallel layer does not read
+        # the MLP of a born-parallel layer does not read attention's result: no part of it is given back either
+        x = stream.read(mlp.lag, self.staleness, held=not self.spec.born_parallel)
+        in_flight = mlp.lag > 0 and attention.out is Out.REDUCE
+        if self.staleness is not None and in_flight and self.spec.born_parallel:
+            x = x - (1 - self.staleness) * y
         x = self._before(layout.mlp, self._fold_ranks(x))
         y = self._after(layout.mlp, self._block(layout.mlp, x, {}))
         stream.write(self._unfold_ranks(y, agreed), mlp.out)

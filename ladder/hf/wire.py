@@ -54,7 +54,7 @@ def check_ranks(wiring: Wiring, ranks: int) -> None:
         rank_slices(wiring, ranks)
     elif wiring.local:
         raise LadderError(
-            f"{str(wiring)!r} keeps partial sums local, and on one rank is the standard model: give --ranks, the TP "
+            f"{str(wiring)!r} keeps partial sums local, which is another model at every TP degree: give --ranks, the "
             "degree that it is for"
         )
 

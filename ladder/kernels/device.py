@@ -6,7 +6,7 @@ before this one lets it start only after its own wait. `PDL` false leaves all of
 for older chips.
 
 The grid of a kernel that waits for an all-reduce must not be larger than what the chip can hold at once, or it keeps
-out the kernel that does it.
+out the kernel that does it. Of two lanes only one has such kernels (see lanes.py); the other's end by themselves.
 """
 
 from ladder.jit import cuda, tl, triton

@@ -60,8 +60,9 @@ class References:
 class Kernels:
     """Triton, on a GPU. Up to `MOST` rows by our matrix kernels, more by the library's."""
 
-    def __init__(self, table: Table, pdl: bool, cores: int = 0, lanes: int = 1) -> None:
+    def __init__(self, table: Table, pdl: bool, cores: int = 0, lanes: int = 1, chip_pdl: bool | None = None) -> None:
         self.table = table
+        self.chip_pdl = pdl if chip_pdl is None else chip_pdl
         self.lanes = lanes  # that kernels run on at the same time
         self.cores = cores  # the GPU's multiprocessors
         self.pdl = pdl  # programmatic dependent launch, which chips have from compute capability 9.0 on
@@ -79,7 +80,7 @@ class Kernels:
 
     def scheduled(self, lanes: int, pdl: bool) -> "Kernels":
         """The same for kernels of so many lanes, with programmatic launch where the chip has it and `pdl` says so."""
-        return Kernels(self.table, self.pdl and pdl, self.cores, lanes)
+        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, self.chip_pdl)
 
     embed = staticmethod(embed)
     rotate_write = staticmethod(rotate_write)

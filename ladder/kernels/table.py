@@ -82,7 +82,8 @@ class Table:
     def __getitem__(self, shape: Shape) -> Config:
         if shape in self.rows:
             return self.rows[shape]
-        return rule(shape) if shape.lanes == 1 else self[replace(shape, lanes=1)]
+        alone = replace(shape, lanes=1)
+        return self.rows[alone] if alone in self.rows else rule(alone)
 
     def lines(self) -> list[dict[str, Any]]:
         """One JSON object per row."""

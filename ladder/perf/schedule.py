@@ -75,7 +75,7 @@ class Needs:
 
     all_reduces: int  # that must be complete when it begins, of those begun before it
     ended: tuple[int, ...]  # sub-blocks that must have ended when it begins
-    joins: tuple[int, ...]  # and when its all-reduce begins: the one whose partial sum is held
+    joins: tuple[int, ...]  # and when its last phase begins: the one whose partial sum is held
 
 
 def needs(blocks: Sequence[SubBlock], aligned: bool) -> Iterator[Needs]:
@@ -100,7 +100,8 @@ def walk_two_lanes(
     aligned: bool = False,
 ) -> Account:
     """`walk` where attention and MLP are computed on lanes of their own: a sub-block begins when what it reads is
-    there; `aligned`: attention not before the MLP before it has ended. Two that read memory share its bandwidth.
+    there; `aligned`: attention not before the MLP before it has ended. Two that read memory share its bandwidth. The
+    last phase is the projection out, which adds the partial sum that is held.
     """
     wants = list(needs([block for block, _ in blocks], aligned))
     now = all_reduce if first else 0.0
@@ -118,23 +119,28 @@ def walk_two_lanes(
                 if there and ended.issuperset(want.ended):
                     number = queue.popleft()
                     running[number] = deque([phase.seconds, phase.reads] for phase in blocks[number][1])
-        readers = sum(bool(phases[0][1]) for phases in running.values())
-        pace = 1 / (1 + contention) if any(at > now for at in arrivals) else 1.0
-        rates = {number: pace / (readers if phases[0][1] else 1) for number, phases in running.items()}
-        steps = [phases[0][0] / rates[number] for number, phases in running.items()]
+        active = {
+            number: phases
+            for number, phases in running.items()
+            if len(phases) > 1 or ended.issuperset(wants[number].joins)
+        }
+        readers = sum(bool(phases[0][1]) for phases in active.values())
+        pace = 1 - contention if any(at > now for at in arrivals) else 1.0
+        rates = {number: pace / (readers if phases[0][1] else 1) for number, phases in active.items()}
+        steps = [phases[0][0] / rates[number] for number, phases in active.items()]
         step = min([*steps, *(at - now for at in arrivals if at > now)], default=inf)
         assert step < inf, "a sub-block waits for what never comes"
-        waited += 0 if running else step
-        slowed += step * (1 - pace) if running else 0
+        waited += 0 if active else step
+        slowed += step * (1 - pace) if active else 0
         now += step
-        for number, phases in list(running.items()):
+        for number, phases in active.items():
             phases[0][0] -= step * rates[number]
             if phases[0][0] < 1e-15:  # what rounding leaves
                 phases.popleft()
             if not phases:
                 del running[number]
                 ended.add(number)
-        while to_send and ended.issuperset((to_send[0], *wants[to_send[0]].joins)):
+        while to_send and to_send[0] in ended:
             link = max(now, link) + all_reduce
             arrivals.append(link)
             to_send.popleft()

@@ -20,7 +20,7 @@ LOOKS: dict[str, Look] = {
     "standard": Look("#7f7f7f", "circle"),
     "standard-fused": Look("#7f7f7f", "square", "hatched"),
     "parallel": Look("#56b4e9", "triangle"),
-    "parallel-1": Look("#117733", "triangle"),
+    "parallel-1": Look("#000000", "triangle"),
     "desync-2x": Look("#009e73", "down"),
     "hybrid": Look("#e69f00", "diamond"),
     "ladder": Look("#d55e00", "circle"),
