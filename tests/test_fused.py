@@ -85,7 +85,7 @@ def test_families(family: str, batch: int) -> None:
 # The interpreter takes seconds for a model; what is left to see is that each kernel gets what its reference gets.
 @pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 @pytest.mark.parametrize("wiring, batch, steps", (
-    ("ladder-1-2", 1, 2), ("parallel", 2, 1), ("parallel-1", 1, 1),
+    ("ladder-1-2", 1, 2), ("parallel", 2, 1),
     ("desync-2x", 1, 1), ("desync-2x-1", 2, 1), ("none", 2, 1)
 ))  # fmt: skip
 def test_kernels(wiring: str, batch: int, steps: int) -> None:

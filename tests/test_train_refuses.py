@@ -21,7 +21,7 @@ from tests.training import silent, training
     ({"size": None, "recipe": "soup"}, {}, "unknown recipe 'soup': known are paper-1B"),
     ({"wiring": "rope"}, {}, "unknown wiring 'rope'"),
     ({"wiring": "none", "ranks": 2}, {}, "ends with partial sums that are kept local"),
-    ({"wiring": "desync-2x"}, {}, "keeps partial sums local, and on one rank is the standard model: give --ranks"),
+    ({"wiring": "desync-2x"}, {}, "keeps partial sums local, which is another model at every TP degree: give --ranks"),
     ({"wiring": "none"}, {}, "keeps partial sums local"),
     ({"ranks": 3}, {}, "3 ranks cannot share 8 heads"),
     ({}, {"seq_len": 1024, "batch": 1}, "--seq-len 1024 is more than the model's context of 512"),
