@@ -7,6 +7,7 @@ Memory that a kernel has read is given to later kernels of the lane that made it
 tensor that another lane reads is kept until its own lane has waited for that reading.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Made(Generic[T]):
-    """Something that a kernel of a lane writes; None: there is one lane, where everything follows in order."""
+    """Something that a kernel of a lane writes."""
 
     x: T
-    mark: Mark | None = None
+    mark: Mark | None = None  # behind that kernel; None: there is one lane, where everything follows in order
 
 
 class Lanes(Protocol):
@@ -85,7 +86,7 @@ class OneLane:
         pass
 
 
-class Order:
+class Order(ABC):
     """Which lane has waited for what, and what must be kept. What a lane is, is up to subclasses."""
 
     def __init__(self, count: int, aligned: bool = False) -> None:
@@ -147,19 +148,17 @@ class Order:
     def _is_over(self, lane: int, reader: int, before: int) -> bool:
         return self._waited[lane][reader] >= before
 
-    @contextmanager
-    def entered(self, lane: int) -> Iterator[None]:
+    @abstractmethod
+    def entered(self, lane: int) -> AbstractContextManager[None]:
         """What is launched inside is for this lane."""
-        raise NotImplementedError
-        yield
 
+    @abstractmethod
     def record(self) -> object:
         """An event behind everything that the current lane has been given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, event: object) -> None:
         """The current lane waits for an event of another one."""
-        raise NotImplementedError
 
 
 class CudaLanes(Order):

@@ -50,7 +50,7 @@ class Layer(nn.Module):
             self.mlp = MLP(config, index, comm, dtype, self.attention.norm if config.names.shared_norm else None)
 
     def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:
-        # attention on a lane of its own, where there are two: it is the shorter one
+        # attention on the second lane, where there are two
         for lane, block, wiring in zip((1, 0), (self.attention, self.mlp), self.wiring, strict=True):
             with ops.lanes.on(lane):
                 block(ops, stream, wiring, metadata, cache)

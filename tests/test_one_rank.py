@@ -7,13 +7,14 @@ import sys
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ladder.bench import one_rank
 from ladder.bench.model import Case, FusedModel, configure, random_model
-from ladder.bench.one_rank import WIRINGS, bound_ms, spread
+from ladder.bench.one_rank import WIRINGS, bound_ms, spread, two_lanes_bound_ms
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
@@ -28,6 +29,7 @@ from ladder.jit import PRESENT
 from ladder.kernels.launch import References
 from ladder.kernels.table import SHARED, Gemv, Shape, SmallGemm, Split, Table, candidates, rule, sound
 from ladder.model import Decoder
+from ladder.perf.costs import RankCosts
 from ladder.wiring import Wiring
 
 PART = {"attention_us": 15.0, "mlp_us": 40.0, "rest_us": 100.0}
@@ -67,6 +69,22 @@ def test_the_bound_of_a_layer(wire: float) -> None:
     for pattern, us in said.items():
         more = bound_ms(pattern, PART, wire, 1, 41) - bound_ms(pattern, PART, wire, 1, 40)
         assert 1e3 * more == pytest.approx(us)
+
+
+def test_the_bound_of_two_lanes() -> None:
+    """Never less than reading everything; where nothing may run beside anything, that of one lane."""
+    costs, layers = RankCosts(ModelConfig.named("llama-3-70b"), 8), 80
+    reading = layers * 2 * (costs.attention + costs.mlp()) / 4.6e12
+    measured = {"attention_us": 20.0, "mlp_us": 40.0, "rest_us": 100.0}
+    for pattern, us, aligned in product(("ladder", "ladder-2", "parallel-1"), (0.0, 8.0, 24.0), (False, True)):
+        found = two_lanes_bound_ms(pattern, measured, costs, 4.6, us, aligned)
+        assert reading * 1e3 + 0.1 <= found <= bound_ms("standard", measured, us, 1, layers)
+    assert two_lanes_bound_ms("ladder", measured, costs, 4.6, 0.0, False) < 0.85 * bound_ms(
+        "ladder", measured, 0.0, 1, layers
+    )
+    for us in (0.0, 24.0):
+        one = bound_ms("standard", measured, us, 1, layers)
+        assert two_lanes_bound_ms("standard", measured, costs, 4.6, us, False) == pytest.approx(one)
 
 
 def test_the_rank_that_is_there() -> None:
@@ -259,9 +277,10 @@ def test_the_shipped_table_is_sound() -> None:
         (("no-such-size", 8, (1,)), "no-such-size"),
         (("llama-3-70b", 8, (65,)), "batch must be from 1 to 64"),
         (("llama-3-70b", 8, ()), "batch must be from 1 to 64"),
+        (("llama-3-70b", 8, (1,), 3), "lanes must be 1 or 2, not 3"),
     ],
 )
-def test_tuning_refuses(tmp_path: Path, arguments: tuple[str, int, tuple[int, ...]], message: str) -> None:
+def test_tuning_refuses(tmp_path: Path, arguments: Any, message: str) -> None:
     with pytest.raises(LadderError, match=message):
         next(tuned(tmp_path / "table.jsonl", *arguments))
 

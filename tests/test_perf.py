@@ -312,6 +312,16 @@ def test_chips() -> None:
     assert one is not None and 4 < one < 8
 
 
+def test_what_is_proposed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the wirings by default, those that are models whose quality is known; of those asked for, all."""
+    given = ["plan", "--chip", "h200", "--target-ms", "10", "--tp", "8", "--batch", "1"]
+    for more, expected in (([], "ladder"), (["--wiring", "parallel-1", "--wiring", "ladder"], "parallel-1")):
+        monkeypatch.setattr("sys.argv", ["ladder", *given, *more, "--json"])
+        with pytest.raises(SystemExit):
+            main()
+        assert json.loads(capsys.readouterr().out)["wiring"] == expected
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

@@ -5,7 +5,7 @@ python -m ladder.bench.one_rank [NAME ...] > results/one_rank_h200.jsonl
 NAMEs are those of `MEASUREMENTS`; without any, all of them. A JSON line for every result: milliseconds per decode step
 (median and spread over the steps, after warm-up), the bytes that a step must read and the share of the measured peak at
 which it did, for every wiring, link and schedule (one lane or two); the same over no communication (the wiring `none`)
-and over the same wiring without a link; the bound of each one-lane schedule from the measured parts; prefill with its
+and over the same wiring without a link; the bound of each schedule from the measured parts; prefill with its
 share of the measured peak of a matrix product. `link` is `none` or `emulated`. With an empty TRITON_CACHE_DIR the time
 of the first capture includes all compilation.
 """
@@ -36,7 +36,7 @@ from ladder.kernels.launch import Kernels
 from ladder.layers.cache import KVCache
 from ladder.model import Decoder
 from ladder.perf.costs import RankCosts
-from ladder.perf.schedule import walk
+from ladder.perf.schedule import Phase, walk, walk_two_lanes
 from ladder.wiring import Wiring, independent
 
 SCHEDULES = (
@@ -105,6 +105,28 @@ def bound_ms(pattern: str, part: dict[str, float], all_reduce: float, concurrent
     return (total + part["rest_us"]) / 1e3
 
 
+def two_lanes_bound_ms(
+    pattern: str, part: dict[str, float], costs: RankCosts, tb_s: float, all_reduce: float, aligned: bool
+) -> float:
+    """The same on two lanes, which share the memory's bandwidth of `tb_s`: what a part reads takes at least so long."""
+
+    def phases(us: float, weights: Sequence[float]) -> list[Phase]:
+        """Reading of each of the weights, and what else it takes between the first and the last of them."""
+        reading = [elements * costs.element_bytes / tb_s / 1e6 for elements in weights]
+        rest = Phase(max(0.0, us - sum(reading)), False)
+        return [Phase(reading[0], True), rest, Phase(us - rest.seconds - reading[0], True)]
+
+    config = costs.config
+    inward = costs.attention * (costs.heads + 2 * costs.kv_heads) / (2 * costs.heads + 2 * costs.kv_heads)
+    gates = 1 + config.family_row.gated
+    attention = phases(part["attention_us"], (inward, costs.attention - inward))
+    mlp = phases(part["mlp_us"], (costs.mlp() * gates / (1 + gates), costs.mlp() / (1 + gates)))
+    table = config.rewired(pattern).sub_blocks()
+    blocks = [pair for a, m in table for pair in ((a, attention), (m, mlp))]
+    total = walk_two_lanes(blocks, all_reduce, first=True, aligned=aligned).total
+    return (total + part["rest_us"]) / 1e3
+
+
 _LINKS = {"zero": Link(0.0, float("inf")), **LINKS}  # zero: an all-reduce costs its launch and its memory traffic only
 WIRINGS = (
     *("none", "standard", "parallel", "parallel-1", "desync-2x", "desync-2x-1"),
@@ -128,7 +150,8 @@ def table(
     cache = model.new_cache(case.batch + 1, CONTEXT + 64)
     torch.cuda.synchronize()
     loaded = time.monotonic()
-    read = RankCosts(model.config, case.tp).step_bytes(case.batch, CONTEXT)
+    costs = RankCosts(model.config, case.tp)
+    read = costs.step_bytes(case.batch, CONTEXT)
     common: dict[str, Any] = {
         "size": case.size,
         "tp": case.tp,
@@ -188,7 +211,9 @@ def table(
                     more["ms_scaled_to_all_layers"] = round(scale * ms - (scale - 1) * part["rest_us"] / 1e3, 3)
                 if how.lanes == 1:
                     bound = bound_ms(pattern, part, taken, concurrent, model.config.layers)
-                    more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
+                else:
+                    bound = two_lanes_bound_ms(pattern, part, costs, peak["read_tb_s"], taken, how.aligned)
+                more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
                 if standard is not None:
                     more["speedup_over_standard"] = round(standard / ms, 3)
                 yield line(pattern, name, found, how, **more)
