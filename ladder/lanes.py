@@ -89,21 +89,16 @@ class OneLane:
 class Order(ABC):
     """Which lane has waited for what, and what must be kept. What a lane is, is up to subclasses."""
 
-    def __init__(self, count: int, aligned: bool = False) -> None:
-        """`aligned`: another lane than the first begins a sub-block when the first has ended the one before it."""
+    def __init__(self, count: int) -> None:
         self.count = count
         self.current = 0
-        self.aligned = aligned
         self._used: set[int] = set()  # other lanes than the first, since they were joined last
         self._waited = [[0] * count for _ in range(count)]  # by lane: the newest mark of each lane that is before it
         self._kept: list[tuple[object, int, int, int]] = []  # what, whose, read on which lane, before which mark of it
 
     @contextmanager
     def on(self, lane: int) -> Iterator[None]:
-        before = self.made(None) if self.aligned and self.current == 0 else None
         with self._entered(lane % self.count):
-            if before is not None:
-                self.use(before)
             yield
 
     @contextmanager
@@ -168,14 +163,16 @@ class CudaLanes(Order):
     kernels of the other lanes end by themselves: so an all-reduce always finds room on the chip at last.
     """
 
-    def __init__(self, others: Sequence[torch.cuda.Stream], aligned: bool = False) -> None:
-        super().__init__(1 + len(others), aligned)
+    def __init__(self, others: Sequence[torch.cuda.Stream]) -> None:
+        super().__init__(1 + len(others))
         self._others = others
 
     @staticmethod
     def stream(device: torch.device) -> torch.cuda.Stream:
-        """For short kernels, which would otherwise queue up behind long ones; all-reduces come before both."""
-        return torch.cuda.Stream(device, priority=-1)
+        """Of the same priority as the first lane's: whichever came first, its blocks would push the other's aside, and
+        the step takes longer. All-reduces come before both.
+        """
+        return torch.cuda.Stream(device)
 
     @contextmanager
     def entered(self, lane: int) -> Iterator[None]:

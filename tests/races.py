@@ -38,8 +38,8 @@ class WatchedLanes(Order):
     `skip`, of those for `skipped`: lanes or all-reduces.
     """
 
-    def __init__(self, count: int, skip: range = range(0), skipped: str = "lanes", aligned: bool = False) -> None:
-        super().__init__(count, aligned)
+    def __init__(self, count: int, skip: range = range(0), skipped: str = "lanes") -> None:
+        super().__init__(count)
         self.comm = count
         self.clocks: list[Clock] = [[0] * (count + 1) for _ in range(count + 1)]
         self.running = 0  # the lane that operations are given to

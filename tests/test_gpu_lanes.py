@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ladder.checkpoint import Random, load
 from ladder.comm.base import Comm, Solo
 from ladder.comm.link import Link
-from ladder.comm.one_rank import OneRank
+from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.engine.forward import Forward, Schedule
@@ -22,7 +22,7 @@ from tests.test_gpu import Late
 from tests.test_gpu import logits as logits_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-TWO = tuple(Schedule(2, aligned, pdl) for aligned in (False, True) for pdl in (True, False))
+TWO = (Schedule(2), Schedule(2, pdl=False))
 WIRINGS = (
     *("standard", "ladder", "ladder-2", "ladder-1-2", "ladder-0-1", "parallel", "parallel-1", "parallel-2"),
     *("desync-2x", "desync-3x", "desync-2x-1", "desync-3x-1", "none", "standard:2 ladder:2 parallel-1:2"),
@@ -50,6 +50,8 @@ def comm_of(kind: str, device: torch.device) -> Comm:
             return OneRank(4)
         case "link":
             return Signalled([OneRank(4, Link(20e-6, 1e12))], device, sums)
+        case "library":
+            return Signalled([LibraryRank(4, Link(20e-6, 1e12), multiprocessors=8)], device, sums)
         case "two links":
             return Signalled([OneRank(4, Link(20e-6, 1e12)) for _ in range(2)], device, sums)
         case _:
@@ -86,7 +88,7 @@ def check(model: Decoder, batch: int, replays: int = REPLAYS) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("kind", ("alone", "no link", "link", "two links", "late"))
+@pytest.mark.parametrize("kind", ("alone", "no link", "link", "library", "two links", "late"))
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_every_wiring(wiring: str, kind: str, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
@@ -109,6 +111,18 @@ def test_every_family(tmp_path: Any, family: str, wiring: str) -> None:
     device = torch.device("cuda", 0)
     config = ModelConfig.from_directory(tmp_path).rewired(wiring)
     check(load(Decoder(config, Solo(), device), Random(1, 0.05)), 3, 5)
+
+
+@pytest.mark.parametrize("batch", (1, 16, 64))
+@pytest.mark.parametrize("linked", (False, True))
+@pytest.mark.parametrize("size, tp", (("llama-3-8b", 1), ("llama-3-70b", 8)))
+def test_tuned_sizes(size: str, tp: int, linked: bool, batch: int) -> None:
+    """Kernels have configurations of their own on two lanes, but add up in the same order."""
+    device, config = torch.device("cuda", 0), ModelConfig.named(size).first(3).rewired("ladder")
+    comm: Comm = Solo() if tp == 1 else OneRank(tp)
+    if linked and tp > 1:
+        comm = Signalled([OneRank(tp, Link(8e-6, 7e10))], device, config.most_all_reduces + 1)
+    check(load(Decoder(config, comm, device, torch.bfloat16), Random(1, 0.02)), batch, 3)
 
 
 def test_a_thousand_replays() -> None:

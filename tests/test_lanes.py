@@ -43,14 +43,11 @@ def watched(
         return steps(config, weights, WatchedComm(size, lanes) if size > 1 else Solo(), lanes, batch, launch)
 
 
-def check(
-    config: ModelConfig, weights: dict[str, Tensor], size: int, batch: int, ways: tuple[bool, ...] = (False, True)
-) -> None:
+def check(config: ModelConfig, weights: dict[str, Tensor], size: int, batch: int) -> None:
     alone = WatchedComm(size, WatchedLanes(1)) if size > 1 else Solo()
     expected = steps(config, weights, alone, OneLane(), batch)
-    for aligned in ways:
-        found = watched(config, weights, size, batch, WatchedLanes(2, aligned=aligned))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    found = watched(config, weights, size, batch, WatchedLanes(2))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("size, batch", ((1, 1), (2, 1), (2, 3)))
@@ -64,7 +61,7 @@ def test_the_same_bits_and_no_race(wiring: str, size: int, batch: int) -> None:
 @pytest.mark.parametrize("name", test_parity_families.FAMILIES)
 def test_every_family(name: str, wiring: str, size: int) -> None:
     config, weights, _ = test_parity_families.model(name)
-    check(config.rewired(wiring), weights, size, 2, (False,))
+    check(config.rewired(wiring), weights, size, 2)
 
 
 @pytest.mark.parametrize("wiring", ("ladder", "parallel-1", "desync-2x-1", "standard:2 ladder-2:2"))
@@ -108,17 +105,16 @@ class Spans(References):
         return y
 
 
-@pytest.mark.parametrize("size, aligned", ((1, False), (2, False), (2, True)))
+@pytest.mark.parametrize("size", (1, 2))
 @pytest.mark.parametrize("wiring", PATTERNS)
-def test_what_runs_beside_what_follows_from_the_lags(wiring: str, size: int, aligned: bool) -> None:
-    """Aligned lanes do not compute an attention beside the MLP before it."""
-    config, lanes = tiny(4).rewired(wiring), WatchedLanes(2, aligned=aligned)
+def test_what_runs_beside_what_follows_from_the_lags(wiring: str, size: int) -> None:
+    config, lanes = tiny(4).rewired(wiring), WatchedLanes(2)
     spans = Spans(lanes)
     watched(config, draw(config), size, 1, lanes, spans)
     blocks = [block for layer in config.sub_blocks() for block in layer]
     concurrent = beside(lanes, dict(enumerate(zip(spans.begun, spans.ended, strict=True))))
     found = [concurrent(number - 1, number) for number in range(1, len(blocks))]
-    assert found == [free and not (aligned and number % 2) for number, free in enumerate(independent(blocks)[1:])]
+    assert found == independent(blocks)[1:]
 
 
 @pytest.mark.parametrize("size, skipped", ((1, "lanes"), (2, "all-reduces")))

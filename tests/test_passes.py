@@ -213,4 +213,7 @@ def test_the_fastest_schedule_is_kept_and_all_ranks_keep_the_same(
     for size, expected in ((1, [two, two, one]), (2, [three, one, one])):
         with World(size) as world, caplog.at_level("INFO"):
             assert world.run(chosen) == [expected] * size
-    assert "decode steps of 1 sequences: 2 lanes (1 lane 5.000 ms, 2 lanes 1.000 ms, 2 lanes, no" in caplog.text
+    assert (
+        "decode steps of 1 sequences: 2 lanes, the fastest of 1 lane 5.000 ms; 2 lanes 1.000 ms; 2 lanes, no"
+        in caplog.text
+    )

@@ -88,7 +88,8 @@ def watch_sub_blocks(model: Decoder, begin: Callable[[str], None], end: Callable
 
 class FusedModel:
     """`model` by our kernels, over a cache whose last slot is no sequence's. A graph keeps the wiring and the
-    communicator that the model has when it is captured. `without`: "attention" or "mlp", left out of decode steps.
+    communicator that the model has when it is captured. `schedule`: of decode steps; none: the fastest, as in the
+    engine. `without`: "attention" or "mlp", left out of decode steps.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class FusedModel:
         model: Decoder,
         cache: KVCache,
         launch: Launch,
+        schedule: Schedule | None = None,
         without: str | None = None,
-        schedule: Schedule = Schedule(),  # noqa: B008 - it cannot be changed
     ) -> None:
         self._forward, self._without = Forward(model, cache, launch), without
-        self._graphs = Graphs(self._forward, len(cache.lengths) - 1, (schedule,))
+        self._graphs = Graphs(self._forward, len(cache.lengths) - 1, () if schedule is None else (schedule,))
         self._device = cache.keys[0].device
 
     def decode_step(self, batch: int, context: int) -> Callable[[], Tensor]:

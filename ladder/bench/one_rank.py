@@ -25,8 +25,9 @@ import torch
 from ladder.bench.machine import machine, milliseconds, peaks, spread
 from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.comm.base import Comm, Solo
+from ladder.comm.distributed import MULTIPROCESSORS
 from ladder.comm.link import LINKS, Link
-from ladder.comm.one_rank import OneRank
+from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
@@ -39,10 +40,7 @@ from ladder.perf.costs import RankCosts
 from ladder.perf.schedule import Phase, walk, walk_two_lanes
 from ladder.wiring import Wiring, independent
 
-SCHEDULES = (
-    Schedule(),
-    *(Schedule(2, aligned, pdl) for pdl in (True, False) for aligned in (False, True)),
-)
+SCHEDULES = (Schedule(), Schedule(2), Schedule(2, pdl=False))
 SETTLING = 0.5  # seconds that a GPU works before its first time counts: clocks and memory come out of their sleep
 CONTEXT = 1024
 
@@ -60,7 +58,7 @@ def decode(
 ) -> list[float]:
     """Milliseconds of the decode steps of a wiring, each a replay of its graph."""
     configure(model, pattern, link, concurrent, rank)
-    return milliseconds(FusedModel(model, cache, kernels, schedule=schedule).decode_step(batch, CONTEXT))
+    return milliseconds(FusedModel(model, cache, kernels, schedule).decode_step(batch, CONTEXT))
 
 
 def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[str, float]:
@@ -70,7 +68,9 @@ def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[
     configure(model, "ladder", None)
 
     def median(without: str | None) -> float:
-        return statistics.median(milliseconds(FusedModel(model, cache, kernels, without).decode_step(batch, CONTEXT)))
+        return statistics.median(
+            milliseconds(FusedModel(model, cache, kernels, SCHEDULES[0], without).decode_step(batch, CONTEXT))
+        )
 
     # whole = rest + layers x (attention + mlp)
     layers, whole = model.config.layers, median(None)
@@ -105,9 +105,7 @@ def bound_ms(pattern: str, part: dict[str, float], all_reduce: float, concurrent
     return (total + part["rest_us"]) / 1e3
 
 
-def two_lanes_bound_ms(
-    pattern: str, part: dict[str, float], costs: RankCosts, tb_s: float, all_reduce: float, aligned: bool
-) -> float:
+def two_lanes_bound_ms(pattern: str, part: dict[str, float], costs: RankCosts, tb_s: float, all_reduce: float) -> float:
     """The same on two lanes, which share the memory's bandwidth of `tb_s`: what a part reads takes at least so long."""
 
     def phases(us: float, weights: Sequence[float]) -> list[Phase]:
@@ -123,7 +121,7 @@ def two_lanes_bound_ms(
     mlp = phases(part["mlp_us"], (costs.mlp() * gates / (1 + gates), costs.mlp() / (1 + gates)))
     table = config.rewired(pattern).sub_blocks()
     blocks = [pair for a, m in table for pair in ((a, attention), (m, mlp))]
-    total = walk_two_lanes(blocks, all_reduce, first=True, aligned=aligned).total
+    total = walk_two_lanes(blocks, all_reduce, first=True).total
     return (total + part["rest_us"]) / 1e3
 
 
@@ -169,12 +167,12 @@ def table(
         rate = read / ms / 1e9
         share = {"read_gb": read / 1e9, "tb_s": round(rate, 3), "share_of_peak": round(rate / peak["read_tb_s"], 3)}
         name = {"link": "emulated" if link else "none", "link_name": link}
-        told = {"lanes": how.lanes, "aligned": how.aligned, "programmatic_launch": how.pdl}
+        told = {"lanes": how.lanes, "programmatic_launch": how.pdl}
         return {"measure": "decode", **common, "wiring": pattern, **name, **told, **spread(found), **share, **more}
 
     configure(model, "none", None)
     begin = time.monotonic()
-    FusedModel(model, cache, kernels).decode_step(case.batch, CONTEXT)
+    FusedModel(model, cache, kernels, SCHEDULES[0]).decode_step(case.batch, CONTEXT)
     torch.cuda.synchronize()
     capture: dict[str, Any] = {"capture_s": round(time.monotonic() - begin, 2), "load_s": round(loaded - begun, 2)}
     settled = time.monotonic() + SETTLING
@@ -186,7 +184,7 @@ def table(
     yield {"measure": "parts", **common, **{name: round(us, 2) for name, us in part.items()}}
     no_comm = statistics.median(none)
     free: dict[tuple[str, Schedule], float] = {}
-    for pattern in wirings if case.tp > 1 else ("ladder",):
+    for pattern in wirings if case.tp > 1 else ("standard", "parallel-1", "ladder"):
         for how in () if pattern == "none" else schedules(pattern, model.config.layers):
             found = decode(model, cache, kernels, case.batch, pattern, None, schedule=how)
             free[pattern, how] = statistics.median(found)
@@ -212,7 +210,7 @@ def table(
                 if how.lanes == 1:
                     bound = bound_ms(pattern, part, taken, concurrent, model.config.layers)
                 else:
-                    bound = two_lanes_bound_ms(pattern, part, costs, peak["read_tb_s"], taken, how.aligned)
+                    bound = two_lanes_bound_ms(pattern, part, costs, peak["read_tb_s"], taken)
                 more |= {"bound_ms": round(bound, 4), "over_bound": round(ms / bound, 4)}
                 if standard is not None:
                     more["speedup_over_standard"] = round(standard / ms, 3)
@@ -252,7 +250,27 @@ def prefill(
         yield {**common, "wiring": pattern, **keys, **spread(found[pattern, name]), **more}
 
 
+def library(case: Case, link: str, device: torch.device, peak: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """All-reduces of a library, which set no flags: readers that wait for events, beside readers that poll flags which
+    a small kernel behind each all-reduce sets.
+    """
+    model, kernels = random_model(case, OneRank(case.tp), device), Kernels.on(device)
+    cache = model.new_cache(case.batch + 1, CONTEXT + 64)
+    for pattern in ("standard", "ladder", "ladder-2"):
+        for spared, how in product((0, MULTIPROCESSORS), schedules(pattern, model.config.layers)):
+            rank = partial(LibraryRank, multiprocessors=spared)
+            found = decode(model, cache, kernels, case.batch, pattern, _LINKS[link], rank=rank, schedule=how)
+            told = {"size": case.size, "tp": case.tp, "mode": "one-rank", "batch": case.batch, "context": CONTEXT}
+            told |= {"wiring": pattern, "link": "emulated", "link_name": link, "flags": bool(spared)}
+            rate = RankCosts(model.config, case.tp).step_bytes(case.batch, CONTEXT) / statistics.median(found) / 1e9
+            told |= {"lanes": how.lanes, "programmatic_launch": how.pdl}
+            share = {"share_of_peak": round(rate / peak["read_tb_s"], 3)}
+            yield {"measure": "library", **told, **spread(found), **share}
+
+
 FEW_LINKS, FEW_WIRINGS = ("nvlink_nccl", "pcie_shm_tp8"), ("none", "standard", "parallel", "ladder")
+LANE_LINKS = ("nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
+LANE_WIRINGS = ("none", "standard", "parallel-1", "ladder", "ladder-2")
 LINKS_70B = ("zero", "nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 
 
@@ -263,12 +281,17 @@ MEASUREMENTS: dict[str, Measurement] = {
     "70b-4": lambda *on: table(Case("llama-3-70b", 8, 4), FEW_LINKS, FEW_WIRINGS, *on),
     "70b-64": lambda *on: table(Case("llama-3-70b", 8, 64), FEW_LINKS, FEW_WIRINGS, *on),
     "8b": lambda *on: table(Case("llama-3-8b", 1), (), WIRINGS, *on),
+    "8b-16": lambda *on: table(Case("llama-3-8b", 1, 16), (), WIRINGS, *on),
     "mixtral": lambda *on: table(Case("mixtral-8x7b", 1), (), WIRINGS, *on),
     "mixtral-16": lambda *on: table(Case("mixtral-8x7b", 1, 16), (), WIRINGS, *on),
     "qwen3-moe": lambda *on: table(Case("qwen3-30b-a3b", 1), (), WIRINGS, *on),
     "qwen3-moe-16": lambda *on: table(Case("qwen3-30b-a3b", 1, 16), (), WIRINGS, *on),
     "qwen3-moe-tp4": lambda *on: table(Case("qwen3-30b-a3b", 4), FEW_LINKS, FEW_WIRINGS, *on),
     "405b": lambda *on: table(Case("llama-3.1-405b", 16, layers=63), ("ib_2node_nccl",), WIRINGS, *on),
+    "lanes": lambda *on: table(Case("llama-3-70b", 8), LANE_LINKS, LANE_WIRINGS, *on),
+    "lanes-16": lambda *on: table(Case("llama-3-70b", 8, 16), LANE_LINKS, LANE_WIRINGS, *on),
+    "lanes-64": lambda *on: table(Case("llama-3-70b", 8, 64), FEW_LINKS, LANE_WIRINGS, *on),
+    "library": lambda *on: library(Case("llama-3-70b", 8), "nvlink_nccl", *on),
     "prefill": lambda *on: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", *on),
 }
 

@@ -5,6 +5,8 @@ starts while another ends.
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ladder.bench.machine import milliseconds
 from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import CONTEXT
 from ladder.comm.base import Solo
+from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
@@ -25,6 +28,7 @@ from ladder.kernels.launch import Kernels
 from ladder.kernels.table import MOST, Config, Shape, Table, candidates, read_table
 
 LAYERS = 12  # enough that no cache holds their weights
+LINK = "nvlink_oneshot"  # whose all-reduces set flags while kernels are tuned for two lanes
 TOLERANCE = 0.02  # between the logits of two configurations, relative: bfloat16 through LAYERS layers
 GAIN = 0.998  # of the best time: what a change must bring to be kept
 
@@ -44,14 +48,16 @@ class RecordingTable(Table):
 def tune(
     size: str, tp: int, batches: tuple[int, ...], device: torch.device, lanes: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest.
+    """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest; on two
+    lanes also where its all-reduces set flags.
 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
     case = Case(size, tp, layers=LAYERS)
     model = random_model(case, OneRank(tp) if tp > 1 else Solo(), device)
-    configure(model, "none" if lanes == 1 else "ladder", None)
-    for batch in batches:
+    links = (None, LINKS[LINK]) if lanes > 1 and tp > 1 else (None,)
+    for batch, link in product(batches, links):
+        configure(model, "none" if lanes == 1 else "ladder", link)
         cache = model.new_cache(batch + 1, CONTEXT + 64)
         chip = torch.cuda.get_device_name(device)
         table = RecordingTable(chip, Table.of(chip).rows)
@@ -60,7 +66,7 @@ def tune(
             """Milliseconds of a step with the table as it is, and its logits."""
             kernels = Kernels.on(device)
             kernels.table = table
-            step = FusedModel(model, cache, kernels, schedule=Schedule(lanes)).decode_step(batch, CONTEXT)
+            step = FusedModel(model, cache, kernels, Schedule(lanes)).decode_step(batch, CONTEXT)
             return statistics.median(milliseconds(step, 15, 3)), step().clone()
 
         before, expected = timed()
@@ -68,7 +74,7 @@ def tune(
         kept: dict[Shape, Config] = {}
         for shape in list(table.shapes):
             kept[shape] = table[shape]
-            for config in candidates(shape):
+            for config in candidates(shape, table[replace(shape, lanes=1, flags=False)]):
                 if config == kept[shape]:
                     continue
                 table.rows[shape] = config
@@ -82,7 +88,7 @@ def tune(
                 if found < GAIN * best and wrong < TOLERANCE:
                     best, kept[shape] = found, config
             table.rows[shape] = kept[shape]
-        found_for = {"tuned": size, "tp": tp, "batch": batch, "lanes": lanes, "layers": LAYERS}
+        found_for = {"tuned": size, "tp": tp, "batch": batch, "lanes": lanes, "flags": bool(link), "layers": LAYERS}
         yield {**found_for, "ms_before": before, "ms": best, "chip": chip}
         yield from Table(chip, kept).lines()
 
@@ -113,6 +119,6 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 
 
 
 def _shape(line: dict[str, Any]) -> str:
-    shape = {"lanes": 1, **line}  # which older tables do not name
+    shape = {"lanes": 1, "flags": False, **line}  # which older tables do not name
     del shape["config"]
     return json.dumps(shape, sort_keys=True)

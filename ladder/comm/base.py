@@ -24,8 +24,9 @@ class Comm(Protocol):
     @property
     def rank(self) -> int: ...
 
-    # Two attributes are optional, and false where they are missing. `capturable`: its all-reduces can be part of a CUDA
-    # graph. `signals`: they can set a flag, see comm/signalled.py.
+    # Three attributes are optional, and false where they are missing. `capturable`: its all-reduces can be part of a
+    # CUDA graph. `signals`: they can set a flag, see comm/signalled.py. `multiprocessors`: how many of a GPU's they may
+    # need for themselves.
 
     def all_reduce(self, x: Tensor) -> Pending:
         """Start adding up `x` over the ranks. `x` belongs to the communicator from here on; it may be overwritten."""

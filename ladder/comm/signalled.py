@@ -19,14 +19,25 @@ class Signals(Protocol):
 
 
 class Flagged:
-    """An all-reduce in flight. Where it has a flag, it is complete when that has counted up to `need`."""
+    """An all-reduce in flight. Where it has a flag, it is complete when that has counted up to `need`. Kernels that
+    poll it leave it `multiprocessors` to itself.
+    """
 
-    def __init__(self, x: Tensor, sent: Tensor, event: torch.cuda.Event, flag: Tensor | None, need: int) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        sent: Tensor,
+        event: torch.cuda.Event,
+        flag: Tensor | None,
+        need: int,
+        multiprocessors: int = 0,
+    ) -> None:
         self.x = x
         self._sent = sent  # kept until it is waited for: another stream reads it
         self._event = event
         self.flag = flag
         self.need = need
+        self.multiprocessors = multiprocessors
 
     def wait(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self._event)
@@ -43,16 +54,18 @@ class Flagged:
 class Signalled:
     """`inner`'s all-reduces on a GPU's communication stream of high priority, one after the other.
 
-    Between `begin` and `end` an all-reduce also sets a flag, if `inner` can (`Signals`; NCCL's kernels use too many
-    blocks). A kernel that waits for the flag by itself can be launched before the all-reduce is complete, and load its
-    weights meanwhile; waiting for the stream's event would delay the launch. There must be a flag for every all-reduce
-    of a pass. With several `inners`, which must not share state, they take turns: as many are in flight at once.
+    Between `begin` and `end` an all-reduce also sets a flag: by itself if `inner` can (`Signals`), or a small kernel
+    behind it does, if `inner` says how many multiprocessors it needs for itself (NCCL). A kernel that waits for the
+    flag by itself can be launched before the all-reduce is complete, and load its weights meanwhile; waiting for the
+    stream's event would delay the launch. There must be a flag for every all-reduce of a pass. With several `inners`,
+    which must not share state, they take turns: as many are in flight at once.
     """
 
     def __init__(self, inners: Sequence[Comm], device: torch.device, sums: int) -> None:
         self._inners = list(inners)
         self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in self._inners]
         self.flags = torch.zeros(sums, dtype=torch.int32, device=device)
+        self._cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
         self._count: int | None = None
         self.size = self._inners[0].size
         self.rank = self._inners[0].rank
@@ -76,19 +89,30 @@ class Signalled:
                 raise RuntimeError(f"all-reduce {number} of a pass has no flag: there are {len(self.flags)}")
             flag = self.flags[number : number + 1]
             self._count += 1
-        need = 0
+        need = own = 0
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             done = inner.all_reduce_and_signal(x, flag) if flag is not None and isinstance(inner, Signals) else None
             if done is not None:
                 y, need = done
             else:
-                y, flag = inner.all_reduce(x).wait(), None
+                y, own = inner.all_reduce(x).wait(), self._own(inner, len(x))
+                flag = flag if own else None
+                if flag is not None:
+                    need = 1
+                    flag.fill_(need)
             event = stream.record_event()
         if not torch.cuda.is_current_stream_capturing():
             x.record_stream(stream)
             y.record_stream(torch.cuda.current_stream())
-        return Flagged(y, x, event, flag, need)
+        return Flagged(y, x, event, flag, need, own)
+
+    def _own(self, inner: Comm, rows: int) -> int:
+        """The multiprocessors that the all-reduces of `inner` have to themselves while a kernel of up to a thread block
+        per row polls their flag; 0: too few are left.
+        """
+        own: int = getattr(inner, "multiprocessors", 0)
+        return own if rows <= self._cores - own else 0
 
     def all_gather(self, x: Tensor) -> Tensor:
         """In the current stream, after every all-reduce."""

@@ -26,7 +26,7 @@ def _travel(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
 
 
-def travel(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int) -> None:
+def travel(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int, warps: int = WARPS) -> None:
     """x <- x, no sooner than after `nanoseconds`; then flag <- flag + 1 from each of the blocks.
 
     Messages of megabytes are moved by more threads in each block: that must not take longer than their link.
@@ -40,5 +40,5 @@ def travel(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int) -> Non
         nanoseconds,
         FLAG=flag is not None,
         BLOCK=16384 if large else 1024,
-        num_warps=16 if large else WARPS,
+        num_warps=16 if large else warps,
     )

@@ -1,10 +1,12 @@
 """A decoder's forward passes by kernels: decode and prefill."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ladder.comm.signalled import Signalled
 from ladder.kernels.decode import Decode
 from ladder.kernels.launch import Kernels, Launch
 from ladder.kernels.prefill import Prefill, can_group
@@ -12,6 +14,7 @@ from ladder.lanes import CudaLanes, Lanes
 from ladder.layers.cache import KVCache, PrefillMetadata
 from ladder.layers.experts import ExpertMLP
 from ladder.model import Decoder
+from ladder.wiring import SubBlock, independent
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,20 @@ class Schedule:
     """How the kernels of a decode step are launched."""
 
     lanes: int = 1
-    aligned: bool = False  # attention, on the second lane, begins when the MLP before it has ended
     pdl: bool = True  # programmatic dependent launch: a kernel starts while the one before it on its lane ends
 
+    @classmethod
+    def worth_trying(cls, blocks: Sequence[SubBlock], batch: int, pdl: bool) -> "tuple[Schedule, ...]":
+        """On a GPU, for steps of so many sequences: two lanes where some sub-block does not wait for the one before
+        it. `pdl`: the chip has programmatic launch. One sequence always gains by it on two lanes, more may not: their
+        larger kernels keep each other out when they are launched early.
+        """
+        if not any(independent(blocks)):
+            return (cls(),)
+        return cls(), cls(2), *([cls(2, pdl=False)] if pdl and batch > 1 else [])
+
     def __str__(self) -> str:
-        name = "1 lane" if self.lanes == 1 else f"{self.lanes} lanes{', aligned' * self.aligned}"
+        name = "1 lane" if self.lanes == 1 else f"{self.lanes} lanes"
         return name if self.pdl else f"{name}, no programmatic launch"
 
 
@@ -40,6 +52,13 @@ class Forward:
         self._decode = Decode(launch, model.comm, model.ropes, lanes)
         self._prefill = Prefill(launch, model.comm.size)
 
+    def schedules(self, batch: int) -> tuple[Schedule, ...]:
+        """Those that may be the fastest for a decode step of so many sequences."""
+        if not isinstance(self.launch, Kernels):
+            return (Schedule(),)
+        blocks = [block for layer in self.model.config.sub_blocks() for block in layer]
+        return Schedule.worth_trying(blocks, batch, self.launch.chip_pdl)
+
     def scheduled(self, schedule: Schedule) -> "Forward":
         """The same passes by another schedule, on a GPU."""
         if schedule == self.schedule:
@@ -47,8 +66,9 @@ class Forward:
         assert isinstance(self.launch, Kernels)
         while len(self._streams) < schedule.lanes - 1:
             self._streams.append(CudaLanes.stream(self.cache.keys[0].device))
-        lanes = CudaLanes(self._streams[: schedule.lanes - 1], schedule.aligned) if schedule.lanes > 1 else None
-        other = Forward(self.model, self.cache, self.launch.scheduled(schedule.lanes, schedule.pdl), lanes)
+        lanes = CudaLanes(self._streams[: schedule.lanes - 1]) if schedule.lanes > 1 else None
+        flags = isinstance(self.model.comm, Signalled)
+        other = Forward(self.model, self.cache, self.launch.scheduled(schedule.lanes, schedule.pdl, flags), lanes)
         other.schedule, other._streams = schedule, self._streams
         return other
 

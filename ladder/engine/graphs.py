@@ -23,8 +23,10 @@ class Graphs:
     sequence has; a prompt is filled up to a power of two at its end.
     """
 
-    def __init__(self, forward: Forward, spare: int, schedules: Sequence[Schedule] = (Schedule(),)) -> None:
-        """Of several `schedules`, decode steps of each size have the one that is fastest there."""
+    def __init__(self, forward: Forward, spare: int, schedules: Sequence[Schedule] = ()) -> None:
+        """Of several `schedules` (none: those that may be the fastest), decode steps of each size have the one that is
+        fastest there.
+        """
         self._forward = forward
         self._spare = spare
         self._schedules = schedules
@@ -64,10 +66,10 @@ class Graphs:
         return self._captured[bucket]
 
     def _fastest(self, bucket: int) -> "_Captured":
-        first, *others = self._schedules
-        if not others:
-            return _Captured(self._forward.scheduled(first), bucket, self._spare)
-        found = [_Captured(self._forward.scheduled(each), bucket, self._spare) for each in self._schedules]
+        schedules = self._schedules or self._forward.schedules(bucket)
+        found = [_Captured(self._forward.scheduled(each), bucket, self._spare) for each in schedules]
+        if len(found) == 1:
+            return found[0]
         comm = self._forward.model.comm
         position = self._forward.cache.capacity // 2
         mine = torch.tensor(
@@ -76,8 +78,8 @@ class Graphs:
         # the same choice on all ranks, by the slowest of them
         times = comm.all_gather(mine).view(comm.size, -1).amax(0).tolist()
         best = min(range(len(found)), key=lambda number: times[number])
-        told = ", ".join(f"{each} {ms:.3f} ms" for each, ms in zip(self._schedules, times, strict=True))
-        logger.info("decode steps of %d sequences: %s (%s)", bucket, self._schedules[best], told)
+        told = "; ".join(f"{each} {ms:.3f} ms" for each, ms in zip(schedules, times, strict=True))
+        logger.info("decode steps of %d sequences: %s, the fastest of %s", bucket, schedules[best], told)
         return found[best]
 
 

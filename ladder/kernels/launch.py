@@ -60,10 +60,19 @@ class References:
 class Kernels:
     """Triton, on a GPU. Up to `MOST` rows by our matrix kernels, more by the library's."""
 
-    def __init__(self, table: Table, pdl: bool, cores: int = 0, lanes: int = 1, chip_pdl: bool | None = None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        pdl: bool,
+        cores: int = 0,
+        lanes: int = 1,
+        flags: bool = False,
+        chip_pdl: bool | None = None,
+    ) -> None:
         self.table = table
         self.chip_pdl = pdl if chip_pdl is None else chip_pdl
         self.lanes = lanes  # that kernels run on at the same time
+        self.flags = flags and lanes > 1  # and some of them poll the flags of all-reduces
         self.cores = cores  # the GPU's multiprocessors
         self.pdl = pdl  # programmatic dependent launch, which chips have from compute capability 9.0 on
         self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
@@ -78,9 +87,11 @@ class Kernels:
         chip = torch.cuda.get_device_properties(device)
         return cls(table, torch.version.hip is None and (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
 
-    def scheduled(self, lanes: int, pdl: bool) -> "Kernels":
-        """The same for kernels of so many lanes, with programmatic launch where the chip has it and `pdl` says so."""
-        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, self.chip_pdl)
+    def scheduled(self, lanes: int, pdl: bool, flags: bool) -> "Kernels":
+        """The same for kernels of so many lanes, with programmatic launch where the chip has it and `pdl` says so.
+        `flags`: of all-reduces, which kernels poll.
+        """
+        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, flags, self.chip_pdl)
 
     embed = staticmethod(embed)
     rotate_write = staticmethod(rotate_write)
@@ -132,7 +143,8 @@ class Kernels:
     def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
         batch, (_, capacity, kv_heads, d) = qkv.shape[1], keys.shape
         size = keys.element_size()
-        config = self.table[Shape("attend", _bucket(batch), kv_heads, _bucket(capacity), bytes=size, lanes=self.lanes)]
+        shape = Shape("attend", _bucket(batch), kv_heads, _bucket(capacity), False, size, self.lanes, self.flags)
+        config = self.table[shape]
         assert isinstance(config, Split)
         key = (batch, block.heads, d, config.splits)
         if key not in self._scratch:  # one kernel after another uses it
@@ -160,7 +172,7 @@ class Kernels:
             return None
         outputs, inputs = weight.dense.shape[0] // (1 + pair), weight.dense.shape[1]
         size = weight.dense.element_size()
-        return self.table[Shape(kernel, _bucket(rows), outputs, inputs, pair, size, self.lanes)]
+        return self.table[Shape(kernel, _bucket(rows), outputs, inputs, pair, size, self.lanes, self.flags)]
 
 
 Launch = References | Kernels

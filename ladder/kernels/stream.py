@@ -20,6 +20,7 @@ class Source:
     sums: tuple[Tensor, ...] = ()
     flags: tuple[Tensor, ...] = ()  # of the first len(flags) sums
     need: int = 1  # what a flag counts up to
+    spared: int = 0  # multiprocessors that a kernel which polls the flags must leave to the all-reduces
     drifts: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -36,7 +37,8 @@ class Source:
         drifts = terms.more
         while len(drifts) > MOST_DRIFTS:
             drifts = (drifts[0] + drifts[1], *drifts[2:])
-        return cls(base, sums, flags, flagged[0].need if flagged else 1, drifts)
+        need, spared = max(((p.need, p.multiprocessors) for p in flagged), default=(1, 0))
+        return cls(base, sums, flags, need, spared, drifts)
 
     def arguments(self, saved: Tensor) -> tuple[Tensor | int | None, ...]:
         """As the kernels take them: base, first, second, drift1, drift2, flag1, flag2, need, saved."""

@@ -12,6 +12,7 @@ from ladder.errors import LadderError
 KERNELS = ("qkv", "gate_up", "row", "head", "attend")
 MOST = 64  # rows that our matrix kernels are made for; the library has the rest
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
+WHOLE = 228 * 1024  # all that it has
 WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
 
 
@@ -60,6 +61,7 @@ class Shape:
     pair: bool = False
     bytes: int = 2  # of an element
     lanes: int = 1  # other kernels run beside it on two
+    flags: bool = False  # and some of them poll the flags of all-reduces
 
     @property
     def splittable(self) -> bool:
@@ -80,10 +82,11 @@ class Table:
         return cls(chip, _shipped().get(chip))
 
     def __getitem__(self, shape: Shape) -> Config:
-        if shape in self.rows:
-            return self.rows[shape]
-        alone = replace(shape, lanes=1)
-        return self.rows[alone] if alone in self.rows else rule(alone)
+        """On two lanes what was tuned for them, if it has the bits of one."""
+        alone = replace(shape, lanes=1, flags=False)
+        config = self.rows[alone] if alone in self.rows else rule(alone)
+        tuned = (self.rows[known] for known in (shape, replace(shape, flags=False)) if known in self.rows)
+        return next((other for other in tuned if same_bits(config, other)), config)
 
     def lines(self) -> list[dict[str, Any]]:
         """One JSON object per row."""
@@ -193,17 +196,35 @@ def rule(shape: Shape) -> Config:
     return SmallGemm(rows, depth, splits, stages, 4, early)
 
 
-def candidates(shape: Shape) -> list[Config]:
-    """What `ladder tune` tries beside the rule's own choice."""
+def same_bits(one: Config, other: Config) -> bool:
+    """Whether kernels of both add up in the same order: steps on two lanes have the bits of those on one."""
+    match one, other:
+        case Gemv(), Gemv():
+            return (one.rows, one.warps) == (other.rows, other.warps)
+        case SmallGemm(), SmallGemm():
+            return replace(one, stages=other.stages, early=other.early) == other
+        case _:
+            return one == other
+
+
+def candidates(shape: Shape, alone: Config = None) -> list[Config]:
+    """What `ladder tune` tries beside the rule's own choice; on two lanes what has the bits of `alone`, the choice on
+    one.
+    """
     known = rule(shape)
-    found: list[Config] = [known]
+    if shape.lanes > 1:
+        found: list[Config] = [alone]
+        if isinstance(alone, Gemv):  # fewer programs leave room for others
+            found += [replace(alone, programs=p, stages=s) for p in (64, 100, 128, 256) for s in (2, 3, 4, 5, 6, 8)]
+        elif isinstance(alone, SmallGemm):
+            found += [replace(alone, stages=s, early=early) for s in (3, 4, 5, 6, 8) for early in (0, 128, 256)]
+        return [config for config in dict.fromkeys(found) if sound(shape, config)]
+    found = [known]
     if isinstance(known, Split):
         found += [replace(known, splits=s, warps=w) for s in (4, 8, 16) for w in (2, 4, 8)]
     elif isinstance(known, Gemv):
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
-            if shape.lanes > 1:  # fewer programs, which leave room for others
-                found += [Gemv(rows, w, p, s) for w in (4, 8) for p in (32, 64, 100) for s in (3, 4, 5)]
     elif isinstance(known, SmallGemm):
         splits = (4, 8) if shape.splittable else (1,)
         for rows, depth, stages in (

@@ -41,6 +41,7 @@ class Engine:
     )
     contention_growth: float
     most_contention: float
+    lane: float | None = None  # seconds that a sub-block takes more beside another one; None: none runs beside another
     smaller: float = 0.0  # share of the reach that is lost with each halving of a shard, counted from `WHOLE`
     sharded_head: bool = True
     head_of_all: bool = False  # a prompt's logits are computed for all of its tokens
@@ -108,5 +109,6 @@ ENGINES: dict[str, Engine] = {
         contention=0.0348,
         contention_growth=0.018,
         most_contention=0.106,
+        lane=4 * US,
     ),
 }

@@ -196,6 +196,7 @@ def predict(d: Deployment) -> dict[str, Any]:
         "hidden": None if not comm else _figure(max(0.0, 1 - exposed / comm)),
         "all_reduces": step.account.all_reduces,
         "all_reduce_us": _figure(step.all_reduce_time * 1e6),
+        "lanes": step.lanes,
         **_parts(part, step),
         "weights_gb": _figure(memory.weights / d.pp / 1e9),
         "cache_gb": _figure(memory.cache / d.pp / 1e9),

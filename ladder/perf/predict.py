@@ -3,6 +3,8 @@
     sub-block = overhead + max( bytes / reading rate, operations / computing rate )
     step      = schedule( sub-blocks, all-reduces ) + contention x hidden time of these + head + the step's own overhead
 
+An engine that computes sub-blocks side by side where the wiring allows it takes the shorter of both schedules.
+
 No torch here, and no constants of a model's size: bytes and operations are counted in `costs.py`, what is fitted
 belongs to an engine (`engines.py`).
 """
@@ -16,8 +18,8 @@ from ladder.perf.chips import Chip
 from ladder.perf.costs import RankCosts, causal_pairs
 from ladder.perf.engines import ENGINES, WHOLE, Engine, Stage
 from ladder.perf.memory import Need
-from ladder.perf.schedule import Account, walk
-from ladder.wiring import Out
+from ladder.perf.schedule import Account, Phase, walk, walk_two_lanes
+from ladder.wiring import Out, independent
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class PredictedPass:
     account: Account
     all_reduce_time: float  # seconds of one
     sending: float  # that all of them cost the computation
+    lanes: int = 1  # that its sub-blocks are computed on
 
     @property
     def exposed(self) -> float:
@@ -116,7 +119,7 @@ def _parts(s: Setting, stage: Stage, tokens: int, cache: float, scores: float, o
     return Parts(*parts, layers * read + head, layers * operations, (bounds[0], bounds[1]))
 
 
-def _pass(s: Setting, parts: Parts, tokens: int) -> PredictedPass:
+def _pass(s: Setting, parts: Parts, tokens: int, lanes: int = 1) -> PredictedPass:
     all_reduce = 0.0
     if s.tp > 1:
         all_reduce = s.engine.all_reduce_seconds(s.link, s.link_name, s.message_bytes(tokens), s.tp)
@@ -128,14 +131,38 @@ def _pass(s: Setting, parts: Parts, tokens: int) -> PredictedPass:
     # the embedding's all-reduce; without any communication not even that
     reduces = sum(block.out is Out.REDUCE for block, _ in blocks)
     first = s.engine.sharded_head and s.tp > 1 and reduces > 0
-    account = walk(blocks, all_reduce, first, contention)
+    if lanes == 1:
+        account = walk(blocks, all_reduce, first, contention)
+    else:
+        phases = _phases(s, parts)
+        beside = [(block, phases[number % 2]) for number, (block, _) in enumerate(blocks)]
+        account = walk_two_lanes(beside, all_reduce, first, contention)
     sending = s.engine.launch * reduces if s.tp > 1 else 0.0
-    return PredictedPass(account.total + parts.rest, parts, account, all_reduce, sending)
+    return PredictedPass(account.total + parts.rest, parts, account, all_reduce, sending, lanes)
 
 
-def decoding(s: Setting, context: float | None = None) -> PredictedPass:
-    """A step, by default at the mean context of the run."""
-    return _pass(s, decoding_parts(s, s.prompt + s.new / 2 if context is None else context), s.batch)
+def _phases(s: Setting, parts: Parts) -> tuple[list[Phase], list[Phase]]:
+    """Of an attention and of an MLP in a decode step: their first products, what reads nothing, their last product."""
+    stage, costs = s.engine.single if s.batch == 1 else s.engine.few, s.costs
+    heads, more, gates = costs.heads + 2 * costs.kv_heads, s.engine.lane or 0.0, 1 + s.config.family_row.gated
+    found = []
+    for seconds, overhead, inward in (
+        (parts.attention, stage.attention, heads / (heads + costs.heads)),
+        (parts.mlp, stage.mlp, gates / (1 + gates)),
+    ):
+        reading = seconds - overhead
+        between = Phase(overhead + more, False)
+        found.append([Phase(reading * inward, True), between, Phase(reading * (1 - inward), True)])
+    return found[0], found[1]
+
+
+def decoding(s: Setting, context: float | None = None, lanes: int | None = None) -> PredictedPass:
+    """A step, by default at the mean context of the run, and on one lane or two, whichever is faster."""
+    parts = decoding_parts(s, s.prompt + s.new / 2 if context is None else context)
+    blocks = [block for layer in s.config.sub_blocks() for block in layer]
+    possible = (1, 2) if s.engine.lane is not None and any(independent(blocks)) else (1,)
+    found = [_pass(s, parts, s.batch, count) for count in possible if lanes in (None, count)]
+    return min(found, key=lambda one: one.seconds)
 
 
 def prefill(s: Setting) -> PredictedPass:

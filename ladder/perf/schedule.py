@@ -78,15 +78,13 @@ class Needs:
     joins: tuple[int, ...]  # and when its last phase begins: the one whose partial sum is held
 
 
-def needs(blocks: Sequence[SubBlock], aligned: bool) -> Iterator[Needs]:
+def needs(blocks: Sequence[SubBlock]) -> Iterator[Needs]:
     """By the rules of `ResidualStream`: what some reader has waited for stays in the stream."""
     begun = read = 0
     local: list[int] = []
     for number, block in enumerate(blocks):
         read = max(read, begun - block.lag)
         ended, held = local[-1:], number > 0 and blocks[number - 1].out is Out.HOLD
-        if aligned and number % 2 == 0 and number > 0:
-            ended = [number - 1]
         yield Needs(read, tuple(ended), (number - 1,) if held else ())
         local += [number] * (block.out is Out.LOCAL)
         begun += block.out is Out.REDUCE
@@ -97,13 +95,12 @@ def walk_two_lanes(
     all_reduce: float,
     first: bool,
     contention: float = 0.0,
-    aligned: bool = False,
 ) -> Account:
     """`walk` where attention and MLP are computed on lanes of their own: a sub-block begins when what it reads is
-    there; `aligned`: attention not before the MLP before it has ended. Two that read memory share its bandwidth. The
-    last phase is the projection out, which adds the partial sum that is held.
+    there. Two that read memory share its bandwidth. The last phase is the projection out, which adds the partial sum
+    that is held.
     """
-    wants = list(needs([block for block, _ in blocks], aligned))
+    wants = list(needs([block for block, _ in blocks]))
     now = all_reduce if first else 0.0
     waited, slowed, link = now, 0.0, now
     ended: set[int] = set()

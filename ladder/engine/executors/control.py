@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.comm.base import Comm, Solo
-from ladder.comm.distributed import Distributed
+from ladder.comm.distributed import MULTIPROCESSORS, Distributed
 from ladder.comm.symmetric import Symmetric
 from ladder.engine.model_runner import Command
 from ladder.errors import LadderError
@@ -103,6 +103,7 @@ def join(
     if group_backend(comm_backend, own_gpu) == "nccl":
         # all-reduces run on a stream of high priority: they must not queue behind the compute stream's kernels
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = MULTIPROCESSORS
         dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **where)
     else:
         dist.init_process_group("gloo", timeout=limit, **where)
