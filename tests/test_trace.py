@@ -4,13 +4,20 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ladder.bench.trace.lanes import Span, Step
+from ladder.bench.trace.lanes import Span, Step, first_layers
+from ladder.bench.trace.step_trace import draw_first, kernels_of, step_of
 from ladder.cli import main
+from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.model import Decoder
+from ladder.plotting import load_pyplot
 
 SIGNATURE = b"\x89PNG"
 
@@ -33,6 +40,136 @@ def test_account() -> None:
     account = Step("ladder-2", 0, [Span("attention 0", 5, 6)], queue, [*waits, Span("all-reduce 3", 26, 36)]).account()
     assert account["comm_ms"] == 30 and account["hidden"] == pytest.approx(1 - 22 / 30)  # one after the other
     assert Step("none", 0, [Span("MLP 0", 0, 1)], comm[:1], waits[:1]).account()["hidden"] is None
+
+
+def test_the_account_of_two_lanes() -> None:
+    """One lane's wait is exposed while the other does not compute: here for 3 of 12 ms."""
+    compute = [Span("attention 0", 5, 8), Span("MLP 0", 5, 15), Span("attention 1", 18, 20)]
+    comm = [Span("all-reduce 0", 0, 5), Span("all-reduce 1", 8, 18), Span("all-reduce 2", 18, 20)]
+    waits = [Span("all-reduce 0", 0, 5), Span("attention 1", 8, 18)]
+    step = Step("ladder, two lanes", 0, compute, comm, waits)
+    assert step.two_lanes and not Step("ladder", 0, compute[1:], comm, waits).two_lanes
+    assert step.account()["exposed_ms"] == 3 and step.account()["hidden"] == pytest.approx(1 - 3 / 12)
+    assert step.title_of(30).startswith("ladder, two lanes: 30.00 ms, 2 all-reduces, 75%")
+    assert first_layers(step, 1).compute == compute[:2]  # until the later one ends, whichever comes last
+
+
+LAYERS = 8
+MICROSECONDS = {"attention": (8, 6, 6), "MLP": (28, 16)}  # of a sub-block's kernels
+LAUNCHES = {"attention": (49184, 36864, 65664), "MLP": (131104, 98368)}  # bytes of shared memory
+
+
+def profiled(lag: int, lanes: int, link: int = 24) -> tuple[list[dict[str, Any]], list[Span], list[Span]]:
+    """A step as the profiler would tell it, in the order of the capture; and its sub-blocks and their waits.
+
+    The lanes' kernels are on streams 9 and 7, the all-reduces on 20; each starts 2 us before the last one ends.
+    """
+    events: list[dict[str, Any]] = []
+    sums: list[float] = []
+    compute, waits = [], []
+
+    def add(name: str, begin: float, end: float, stream: int, shared: int = 0) -> None:
+        about = {"stream": stream, "shared memory": shared, "block": [128, 1, 1]}
+        events.append({"cat": "kernel", "name": name, "ts": 1e6 + begin, "dur": end - begin, "args": about})
+
+    add("_embed", 0, 2, 7)
+    add("_travel", 2, 2 + link, 20)
+    free = {"attention": 2.0 + link, "MLP": 2.0 + link}
+    linked = 2.0 + link
+    for layer in range(LAYERS):
+        for kind, durations in MICROSECONDS.items():
+            ready = free[kind]
+            at = arrived = max([ready, *sums[: max(0, len(sums) - lag)]])
+            if arrived > ready:
+                waits.append(Span(f"{kind} {layer}", ready / 1e3, arrived / 1e3))
+            for number, us in enumerate(durations):
+                name = "_attend" if kind == "attention" and number == 1 else "_gemv"
+                begin = ready if number == 0 else at - 2
+                add(name, begin, at + us, 9 if kind == "attention" and lanes == 2 else 7, LAUNCHES[kind][number])
+                at += us
+            compute.append(Span(f"{kind} {layer}", arrived / 1e3, at / 1e3))
+            for lane in (kind,) if lanes == 2 else free:
+                free[lane] = at
+            add("_travel", max(at, linked), max(at, linked) + link, 20)
+            linked = max(at, linked) + link
+            sums.append(linked)
+    add("_gemv", linked - 2, linked + 30, 7, 49184)  # the head, launched like attention's first
+    add("_argmax", linked + 30, linked + 33, 20)
+    add("_travel", linked + 33, linked + 57, 7)
+    return events, compute, waits
+
+
+def traced(path: Path, events: list[dict[str, Any]], wiring: str, name: str, lanes: int) -> tuple[Step, float]:
+    """The step of a trace, and the milliseconds of the whole."""
+    others = [
+        {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 1},
+        {"ph": "M", "name": "process_name"},
+    ]
+    path.write_text(json.dumps({"traceEvents": [*others, *reversed(events)]}))
+    model = Decoder(ModelConfig(16, LAYERS, 4, 4, 16, vocab=16).rewired(wiring), device="meta")
+    kernels = kernels_of(path)
+    return step_of(kernels, model, name, lanes), max(kernel.end for kernel in kernels)
+
+
+def same(found: Sequence[Span], wanted: Sequence[Span]) -> bool:
+    times = [time for span in wanted for time in (span.begin, span.end)]
+    return [span.name for span in found] == [span.name for span in wanted] and [
+        time for span in found for time in (span.begin, span.end)
+    ] == pytest.approx(times, abs=1e-6)
+
+
+@pytest.mark.parametrize("wiring, lag, lanes", [("standard", 0, 1), ("ladder", 1, 1), ("ladder", 1, 2)])
+def test_a_profiled_step(wiring: str, lag: int, lanes: int, tmp_path: Path) -> None:
+    events, compute, waits = profiled(lag, lanes)
+    step, whole = traced(tmp_path / "trace.json", events, wiring, wiring, lanes)
+    assert same(step.compute, compute) and same(step.waits[1:], waits) and len(step.comm) == 2 * LAYERS + 1
+    assert step.two_lanes == (lanes == 2) and whole > step.ms
+    assert Step.read(json.loads(json.dumps(asdict(step)))) == step
+
+
+@pytest.mark.parametrize("told", ["streams", "nodes", "launches"])
+def test_what_tells_the_lanes_apart(told: str, tmp_path: Path) -> None:
+    """A replay may use other streams than the capture: then the graph's nodes, or else how a kernel was launched."""
+    events, compute, waits = profiled(1, 2)
+    for number, event in enumerate(events):
+        if told != "streams":
+            event["args"]["stream"] = (7, 9, 20)[number % 3]
+        if told == "nodes":
+            event["args"]["graph node id"] = (5 << 32) + 3 * number
+        if told != "launches":
+            del event["args"]["shared memory"]
+    step, _ = traced(tmp_path / "trace.json", events, "ladder", "ladder, two lanes", 2)
+    assert same(step.compute, compute) and same(step.waits[1:], waits)
+
+
+def test_lanes_that_nothing_tells_apart(tmp_path: Path) -> None:
+    events, _, _ = profiled(1, 2)
+    for number, event in enumerate(events):
+        event["args"] = {"stream": 7, "graph node id": -number}  # in no order that a step can have
+    with pytest.raises(LadderError, match="does not tell which kernels are the attention's"):
+        traced(tmp_path / "trace.json", events, "ladder", "ladder, two lanes", 2)
+
+
+def test_the_picture_of_three_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows for a step on one lane, three on two; the time of the whole step in its title."""
+    pyplot = load_pyplot()
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    runs = [("standard", 0, 1, "standard"), ("ladder", 1, 1, "ladder, one lane"), ("ladder", 1, 2, "ladder, two lanes")]
+    found = [traced(tmp_path / "trace.json", profiled(lag, lanes)[0], w, name, lanes) for w, lag, lanes, name in runs]
+    draw_first([step for step, _ in found], [ms for _, ms in found], "a model", tmp_path / "steps.png")
+    monkeypatch.undo()
+    assert (tmp_path / "steps.png").read_bytes().startswith(SIGNATURE)
+    (axes,) = drawn[0].axes
+    one, two = ["compute", "communication"], ["attention", "MLP", "communication"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*one, *one, *two]
+    texts = [text.get_text() for text in axes.texts]
+    for (step, ms), (*_, name) in zip(found, runs, strict=True):
+        assert any(text.startswith(f"{name}: {ms:.2f} ms, 16 all-reduces") for text in texts) and ms > step.ms
+    assert {"0", "5"} <= {*texts} and "First 6 of 8 layers" in axes.get_title(loc="left")
+    (legend,) = drawn[0].legends
+    assert len(legend.get_texts()) == 4
+    pyplot.close(drawn[0])
 
 
 def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
