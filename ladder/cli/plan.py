@@ -23,6 +23,7 @@ FIGURES = {
     "attention_us": "attn us",
     "mlp_us": "MLP us",
     "all_reduce_us": "all-reduce us",
+    "lanes": "lanes",
     "comm_ms": "comm ms",
     "exposed_ms": "exposed",
     "tpot_ms": "ms/token",
