@@ -25,6 +25,7 @@ from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
 from ladder.engine import graphs
+from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
 from ladder.kernels.launch import References
@@ -136,7 +137,8 @@ def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     two.all_reduce(torch.zeros(2))
     assert two.flags.tolist() == [3, 0, 0, 0]  # a new pass counts from the first again
     # a library sets no flags: a kernel behind it does, where it says what it needs for itself and enough is left
-    library = Signalled([LibraryRank(4, multiprocessors=8)], torch.device("cpu"), sums=2)
+    watched = HeartbeatComm(LibraryRank(4, multiprocessors=8), Heartbeat([0.0, 0.0], 0))
+    library = Signalled([watched], torch.device("cpu"), sums=2)
     library._cores = 132
     library.begin()
     pending = library.all_reduce(torch.ones(2, 3))

@@ -25,12 +25,12 @@ import torch
 from ladder.bench.machine import machine, milliseconds, peaks, spread
 from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.comm.base import Comm, Solo
-from ladder.comm.distributed import MULTIPROCESSORS
 from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.devices import device as find_device
+from ladder.engine.executors.control import MULTIPROCESSORS
 from ladder.engine.forward import Schedule
 from ladder.errors import LadderError, check_known
 from ladder.kernels.launch import Kernels

@@ -6,18 +6,15 @@ from torch import Tensor
 
 from ladder.comm.base import Pending
 
-MULTIPROCESSORS = 8  # that NCCL may use, one for each of its thread blocks: what is computed meanwhile has the others
-
 
 class Distributed:
-    """The ranks of a process group (by default: of all processes), which the caller has set up; of NCCL, with at most
-    `MULTIPROCESSORS` thread blocks.
-    """
+    """The ranks of a process group (by default: of all processes), which the caller has set up."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, multiprocessors: int = 0) -> None:
+        """`multiprocessors`: the most that NCCL uses, if the group was given a limit; see `Comm`."""
         self._group = group
+        self.multiprocessors = multiprocessors
         self.capturable = dist.get_backend(group) == "nccl"  # its all-reduces can be part of a CUDA graph
-        self.multiprocessors = MULTIPROCESSORS if self.capturable else 0
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 

@@ -100,7 +100,6 @@ class Symmetric:
         # the few messages that are not for symmetric memory go to `inner`
         self.capturable = getattr(inner, "capturable", False)
         self.signals = room.light is not None
-        self.multiprocessors = getattr(inner, "multiprocessors", 0)
         self.size = inner.size
         self.rank = inner.rank
 

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.comm.base import Comm, Solo
-from ladder.comm.distributed import MULTIPROCESSORS, Distributed
+from ladder.comm.distributed import Distributed
 from ladder.comm.symmetric import Symmetric
 from ladder.engine.model_runner import Command
 from ladder.errors import LadderError
 
+MULTIPROCESSORS = 8  # that NCCL may use, one for each of its thread blocks: what is computed meanwhile has the others
 # Ranks wait for commands for as long as there are none; that another rank has died they notice at once.
 NO_TIMEOUT = timedelta(days=365)
 
@@ -105,9 +106,10 @@ def join(
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = MULTIPROCESSORS
         dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **where)
+        comm: Comm = Distributed(multiprocessors=MULTIPROCESSORS)
     else:
         dist.init_process_group("gloo", timeout=limit, **where)
-    comm: Comm = Distributed()
+        comm = Distributed()
     control = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
     if comm_backend == "symmetric" or (comm_backend == "auto" and own_gpu):
         comm = Symmetric.build(comm, control, device, required=comm_backend == "symmetric")

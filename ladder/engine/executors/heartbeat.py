@@ -49,6 +49,7 @@ class HeartbeatComm:
         self._heartbeat = heartbeat
         self.capturable = getattr(inner, "capturable", False)
         self.signals = getattr(inner, "signals", False)
+        self.multiprocessors = getattr(inner, "multiprocessors", 0)
         self.size = inner.size
         self.rank = inner.rank
 
