@@ -33,6 +33,7 @@ from ladder.engine.model_runner import ModelRunner
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError, RankError
+from ladder.model import Decoder
 from tests.checkpoints import tiny
 
 SOON = 10.0  # seconds in which every rank must be gone
@@ -80,6 +81,12 @@ def assert_free(port: int) -> None:
         server.listen()
 
 
+def listening(port: int) -> set[str]:
+    """The addresses at which this machine listens on a port."""
+    found = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {at.split(":")[0] for _, at, _, status, *_ in found[1:] if status == "0A" and at.endswith(f":{port:04X}")}
+
+
 def rank_pids() -> list[int]:
     """The processes of the ranks that this process has started, in rank order."""
     ranks = [child for child in active_children() if child.name.startswith("ladder-rank-")]
@@ -97,6 +104,7 @@ def ranks(
     with LLM.over(setup, processes) as llm:
         assert llm.generate([PROMPT], SHORT)[0].token_ids == answer
         assert pids == rank_pids() and not any(state(pid)[0] in "ZX" for pid in pids)
+        assert listening(port) == {"0100007F"}  # 127.0.0.1, and no other
         yield llm, pids
         begin = time.monotonic()
     wait_until_gone(pids, begin)
@@ -249,6 +257,23 @@ def test_while_it_loads(model: Path, harm: Callable[[], object], message: str) -
         MultiProcessExecutor(setup, target=partial(harmed, 1, partial(in_load, harm)))
     assert str(error.value) == f"rank 1 {message}; all ranks were stopped"
     assert rank_pids() == []
+
+
+def load_slowly(rank: int, *arguments: Any) -> None:
+    """`run_rank`, which hears of the other ranks and then takes twice the time-out for its weights."""
+
+    def slow(model: Decoder, *more: Any) -> Decoder:
+        model.comm.all_gather(torch.zeros(1))
+        time.sleep(4.0)
+        return load(model, *more)
+
+    patch("ladder.engine.executors.worker.load", slow).start()
+    run_rank(rank, *arguments)
+
+
+def test_takes_long_to_load(model: Path, answer: list[int]) -> None:
+    with ranks(model, answer, load_slowly, timeout=2.0):
+        pass
 
 
 def count_threads(out: Path, rank: int, *arguments: Any) -> None:

@@ -18,6 +18,7 @@ class Heartbeat:
     """
 
     def __init__(self, shared: Any, rank: int) -> None:
+        self.watched = False  # a model may take longer to load than a step to compute
         self._shared = shared
         self._last, self._busy = 2 * rank, 2 * rank + 1  # the last heartbeat; since when it computes, 0: it waits
 
@@ -30,7 +31,8 @@ class Heartbeat:
         self._shared[self._last] = time.monotonic()
 
     def computes(self) -> None:
-        self._shared[self._busy] = time.monotonic()
+        if self.watched:
+            self._shared[self._busy] = time.monotonic()
 
     def waits(self) -> None:
         self._shared[self._busy] = 0.0

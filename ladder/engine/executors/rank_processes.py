@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -98,8 +99,13 @@ class RankProcesses:
         self._heard = False  # whether any rank has sent a message
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
-        # the system chooses a port, which is free again when this process ends
-        self._store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        # the system chooses a port, which is free again when this process ends; a store that binds by itself does so on
+        # every interface
+        server = socket.create_server(("127.0.0.1", 0))
+        port, descriptor = server.getsockname()[1], server.detach()  # which the store closes
+        self._store = TCPStore(
+            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+        )
         context = fork_server()
         try:
             with _sigint_blocked():  # a process that was started must be in the list

@@ -103,6 +103,7 @@ def run_rank(rank: int, port: int, pipe: Connection, options: EngineOptions, sha
             setup, HeartbeatComm(comm, heartbeat), device, lambda count: pipe.send(Loaded(count))
         )
         control = HeartbeatControl(control, heartbeat)
+        heartbeat.watched = True
         pipe.send(Ready())
         lead(runner, control, pipe, heartbeat) if rank == 0 else follow(runner, control)
         leave()
