@@ -16,7 +16,7 @@ A row of the table is a cycle of such pairs, repeated over the sub-blocks of a r
     ladder-A-M   (A reduce, M reduce)       lag A for attention, lag M for the MLP
     desync-Nx    (0 local) x (N-1), 0 reduce
     desync-Nx-L  (L local) x (N-1), L reduce    ... L all-reduces behind
-    none         (0 local)                  no communication: the upper bound on speed, not a model
+    none         (0 local)                  no communication: what one lane could reach, not a model
 
 A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
 `ladder standard@0,30-31` (a default, then exceptions).

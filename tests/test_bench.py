@@ -187,6 +187,8 @@ def tiny_cell(**changes: Any) -> Cell:
 class Fake:
     """An arm that takes what `seconds` says of a call's number and its arm."""
 
+    lanes = 2
+
     def __init__(self, arm: str, calls: list[tuple[str, str]]) -> None:
         self.arm, self._calls = arm, calls
 

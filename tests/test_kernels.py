@@ -31,7 +31,7 @@ from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import SHARED, WHOLE, Gemv, SmallGemm, Split, Table
+from ladder.kernels.table import SHARED, Gemv, SmallGemm, Split, Table
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata
@@ -317,14 +317,12 @@ def test_a_kernel_that_waits_leaves_room_for_the_all_reduce() -> None:
         (3, 128, 256, 1000), (4, 8, 16), (2, 3), (1 << 14, 1 << 15, 1 << 16), (108, 132)
     ):
         config = Gemv(1, warps, programs, stages)
-        fitted, unchanged, registers = beside_all_reduces(config, tile, cores, 0)
+        fitted, registers = beside_all_reduces(config, tile, cores, 0)
         each = -(-fitted // cores)  # on the fullest multiprocessor
-        assert 1 <= fitted <= programs and fitted < each * cores and unchanged == stages
+        assert 1 <= fitted <= programs and fitted < each * cores
         assert each * registers * warps * 32 <= 65536 * 7 // 8 and each * tile * (stages - 1) <= SHARED
-        # beside a library's all-reduce: at most one on each multiprocessor, and none on those that are spared
-        fitted, more, registers = beside_all_reduces(config, tile, cores, 8)
-        assert 1 <= fitted <= min(programs, cores - 8) and more >= stages
-        assert 2 * tile * (more - 1) >= WHOLE and tile * (more - 1) <= SHARED and registers * warps * 32 <= 65536
+        # beside a library's all-reduce: fewer than would touch every multiprocessor
+        assert 1 <= beside_all_reduces(config, tile, cores, 8)[0] <= min(programs, cores - 8)
 
 
 def test_the_comparison_can_fail(dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ from ladder.jit import PRESENT
 from ladder.kernels.argmax import choose, choose_reference
 from ladder.kernels.launch import Launch, References
 from ladder.model import Decoder
+from ladder.wiring import Wiring
 from tests.checkpoints import tiny
 
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
@@ -184,6 +185,25 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
         Setup(EngineOptions(model, tuned=tmp_path / "good.jsonl"))
 
 
+def test_what_is_worth_trying() -> None:
+    """Two lanes where something may run beside something; a library's all-reduces with and without flags."""
+    for wiring, count in (
+        ("standard", 1),
+        ("ladder", 3),
+        ("parallel", 3),
+        ("desync-2x", 1),
+        ("standard:1 ladder:1", 3),
+    ):
+        blocks = [block for layer in Wiring.parse(wiring, 2).sub_blocks() for block in layer]
+        found = Schedule.worth_trying(blocks, pdl=True, library=False)
+        assert len(found) == count and found[0] == Schedule()
+        without = Schedule.worth_trying(blocks, pdl=False, library=False)
+        assert without == tuple(each for each in found if each.pdl)
+        both = Schedule.worth_trying(blocks, pdl=True, library=True)
+        assert both == (*found, *(replace(each, polls=False) for each in found))
+    assert str(Schedule(2, False, False)) == "2 lanes, no programmatic launch, no flags"
+
+
 def test_the_fastest_schedule_is_kept_and_all_ranks_keep_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +227,11 @@ def test_the_fastest_schedule_is_kept_and_all_ranks_keep_the_same(
     def chosen(comm: Comm) -> list[Any]:
         model = Decoder(ModelConfig.named("tiny"), comm)
         forward = Scheduled(model, model.new_cache(2, 16), References())
-        return [Graphs(forward, 1, some).captured(1).schedule for some in (schedules, schedules[:2], schedules[:1])]  # type: ignore[attr-defined]
+        chosen: dict[int, Schedule] = {}
+        first = Graphs(forward, 1, schedules, chosen).captured(1).schedule  # type: ignore[attr-defined]
+        again = Graphs(forward, 1, schedules[:1], chosen).captured(1).schedule  # type: ignore[attr-defined]
+        assert chosen == {1: first} and again == first  # what was found once is not tried again
+        return [first, *(Graphs(forward, 1, some).captured(1).schedule for some in (schedules[:2], schedules[:1]))]  # type: ignore[attr-defined]
 
     one, two, three = schedules
     for size, expected in ((1, [two, two, one]), (2, [three, one, one])):

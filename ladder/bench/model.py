@@ -120,6 +120,10 @@ class FusedModel:
         inputs = torch.tensor([list(range(batch)), list(range(batch)), [context - 1] * batch], device=self._device)
         return lambda: graph.replay(inputs)[0]
 
+    def lanes(self, batch: int) -> int:
+        """That a decode step of `batch` sequences runs on."""
+        return self._graphs.captured(batch).forward.schedule.lanes
+
     def prompt(self, tokens: Sequence[int]) -> Tensor:
         """The logits after a prompt of up to CAPTURED_PROMPT tokens in the first slot, by a CUDA graph."""
         return self._graphs.prompt(tokens, 0)

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -256,12 +257,13 @@ def library(case: Case, link: str, device: torch.device, peak: dict[str, float])
     """
     model, kernels = random_model(case, OneRank(case.tp), device), Kernels.on(device)
     cache = model.new_cache(case.batch + 1, CONTEXT + 64)
+    rank = partial(LibraryRank, multiprocessors=MULTIPROCESSORS)
     for pattern in ("standard", "ladder", "ladder-2"):
-        for spared, how in product((0, MULTIPROCESSORS), schedules(pattern, model.config.layers)):
-            rank = partial(LibraryRank, multiprocessors=spared)
+        for polls, each in product((False, True), schedules(pattern, model.config.layers)):
+            how = replace(each, polls=polls)
             found = decode(model, cache, kernels, case.batch, pattern, _LINKS[link], rank=rank, schedule=how)
             told = {"size": case.size, "tp": case.tp, "mode": "one-rank", "batch": case.batch, "context": CONTEXT}
-            told |= {"wiring": pattern, "link": "emulated", "link_name": link, "flags": bool(spared)}
+            told |= {"wiring": pattern, "link": "emulated", "link_name": link, "flags": polls}
             rate = RankCosts(model.config, case.tp).step_bytes(case.batch, CONTEXT) / statistics.median(found) / 1e9
             told |= {"lanes": how.lanes, "programmatic_launch": how.pdl}
             share = {"share_of_peak": round(rate / peak["read_tb_s"], 3)}

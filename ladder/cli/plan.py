@@ -138,7 +138,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for remark in dict.fromkeys(row["remark"] for row in rows if row["remark"]):
         typer.echo(f"remark: {remark}")
     if any(row["wiring"] == "none" for row in rows):
-        typer.echo("none is no model: the bound that communication leaves")
+        typer.echo("none is no model: no communication, one sub-block after the other")
 
 
 def _shown(value: Any) -> str:

@@ -51,7 +51,8 @@ class OneRank:
 
 class LibraryRank(OneRank):
     """The same where a library adds up, as NCCL does: an all-reduce sets no flag, and each of its thread blocks has as
-    many threads as a multiprocessor gives to one. `multiprocessors`: see `Comm`; 0: it does not say.
+    many threads as a multiprocessor gives to one (512 for messages of a megabyte and more). `multiprocessors`: see
+    `Comm`; 0: it does not say.
     """
 
     WARPS = 32

@@ -70,6 +70,11 @@ class Signalled:
         self.size = self._inners[0].size
         self.rank = self._inners[0].rank
 
+    @property
+    def library(self) -> bool:
+        """Whether flags are set behind all-reduces, by which these need some of the chip for themselves."""
+        return any(getattr(x, "multiprocessors", 0) and not getattr(x, "signals", False) for x in self._inners)
+
     def begin(self) -> None:
         """A pass begins. The caller has set `flags` to zero."""
         self._count = 0

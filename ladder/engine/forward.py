@@ -24,40 +24,49 @@ class Schedule:
     lanes: int = 1
     pdl: bool = True  # programmatic dependent launch: a kernel starts while the one before it on its lane ends
 
+    polls: bool = True  # kernels poll the flags of all-reduces; else they are launched when these are complete
+
     @classmethod
-    def worth_trying(cls, blocks: Sequence[SubBlock], batch: int, pdl: bool) -> "tuple[Schedule, ...]":
-        """On a GPU, for steps of so many sequences: two lanes where some sub-block does not wait for the one before
-        it. `pdl`: the chip has programmatic launch. One sequence always gains by it on two lanes, more may not: their
-        larger kernels keep each other out when they are launched early.
+    def worth_trying(cls, blocks: Sequence[SubBlock], pdl: bool, library: bool) -> "tuple[Schedule, ...]":
+        """On a GPU: two lanes where some sub-block does not wait for the one before it. `pdl`: the chip has
+        programmatic launch. `library`: all-reduces are those of a library, to which kernels that poll leave some of the
+        chip.
         """
-        if not any(independent(blocks)):
-            return (cls(),)
-        return cls(), cls(2), *([cls(2, pdl=False)] if pdl and batch > 1 else [])
+        found = [cls()]
+        if any(independent(blocks)):
+            found += [cls(2), *([cls(2, pdl=False)] if pdl else [])]
+        return (*found, *(replace(each, polls=False) for each in found if library))
 
     def __str__(self) -> str:
         name = "1 lane" if self.lanes == 1 else f"{self.lanes} lanes"
-        return name if self.pdl else f"{name}, no programmatic launch"
+        return name + ", no programmatic launch" * (not self.pdl) + ", no flags" * (not self.polls)
 
 
 class Forward:
     """`model`'s passes over `cache`, by the kernels of `launch`."""
 
-    def __init__(self, model: Decoder, cache: KVCache, launch: Launch, lanes: Lanes | None = None) -> None:
-        """`lanes`: where decode computes the sub-blocks of a layer; none: one after the other."""
+    def __init__(
+        self, model: Decoder, cache: KVCache, launch: Launch, lanes: Lanes | None = None, polls: bool = True
+    ) -> None:
+        """`lanes`: where decode computes the sub-blocks of a layer; none: one after the other. `polls`: see
+        `Schedule`.
+        """
         self.schedule = Schedule()
         self._streams: list[torch.cuda.Stream] = []  # of lanes after the first, the same for all schedules
         self.model = model
         self.cache = cache
         self.launch = launch
-        self._decode = Decode(launch, model.comm, model.ropes, lanes)
+        self._decode = Decode(launch, model.comm, model.ropes, lanes, polls)
         self._prefill = Prefill(launch, model.comm.size)
 
-    def schedules(self, batch: int) -> tuple[Schedule, ...]:
-        """Those that may be the fastest for a decode step of so many sequences."""
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Those that may be the fastest for a decode step. All ranks call it, and get the same."""
         if not isinstance(self.launch, Kernels):
             return (Schedule(),)
-        blocks = [block for layer in self.model.config.sub_blocks() for block in layer]
-        return Schedule.worth_trying(blocks, batch, self.launch.chip_pdl)
+        comm, blocks = self.model.comm, [block for layer in self.model.config.sub_blocks() for block in layer]
+        device = self.cache.keys[0].device
+        everywhere = bool(comm.all_gather(torch.tensor([[float(self.launch.chip_pdl)]], device=device)).all())
+        return Schedule.worth_trying(blocks, everywhere, isinstance(comm, Signalled) and comm.library)
 
     def scheduled(self, schedule: Schedule) -> "Forward":
         """The same passes by another schedule, on a GPU."""
@@ -67,8 +76,8 @@ class Forward:
         while len(self._streams) < schedule.lanes - 1:
             self._streams.append(CudaLanes.stream(self.cache.keys[0].device))
         lanes = CudaLanes(self._streams[: schedule.lanes - 1]) if schedule.lanes > 1 else None
-        flags = isinstance(self.model.comm, Signalled)
-        other = Forward(self.model, self.cache, self.launch.scheduled(schedule.lanes, schedule.pdl, flags), lanes)
+        launch = self.launch.scheduled(schedule.lanes, schedule.pdl, isinstance(self.model.comm, Signalled))
+        other = Forward(self.model, self.cache, launch, lanes, schedule.polls)
         other.schedule, other._streams = schedule, self._streams
         return other
 

@@ -23,10 +23,17 @@ class Graphs:
     sequence has; a prompt is filled up to a power of two at its end.
     """
 
-    def __init__(self, forward: Forward, spare: int, schedules: Sequence[Schedule] = ()) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        spare: int,
+        schedules: Sequence[Schedule] = (),
+        chosen: dict[int, Schedule] | None = None,
+    ) -> None:
         """Of several `schedules` (none: those that may be the fastest), decode steps of each size have the one that is
-        fastest there.
+        fastest there. It is noted in `chosen`, by size; what is there already is not tried again.
         """
+        self._chosen = {} if chosen is None else chosen
         self._forward = forward
         self._spare = spare
         self._schedules = schedules
@@ -66,7 +73,7 @@ class Graphs:
         return self._captured[bucket]
 
     def _fastest(self, bucket: int) -> "_Captured":
-        schedules = self._schedules or self._forward.schedules(bucket)
+        schedules = [self._chosen[bucket]] if bucket in self._chosen else self._schedules or self._forward.schedules()
         found = [_Captured(self._forward.scheduled(each), bucket, self._spare) for each in schedules]
         if len(found) == 1:
             return found[0]
@@ -78,8 +85,10 @@ class Graphs:
         # the same choice on all ranks, by the slowest of them
         times = comm.all_gather(mine).view(comm.size, -1).amax(0).tolist()
         best = min(range(len(found)), key=lambda number: times[number])
+        self._chosen[bucket] = schedules[best]
         told = "; ".join(f"{each} {ms:.3f} ms" for each, ms in zip(schedules, times, strict=True))
-        logger.info("decode steps of %d sequences: %s, the fastest of %s", bucket, schedules[best], told)
+        if comm.rank == 0:
+            logger.info("decode steps of %d sequences: %s, the fastest of %s", bucket, schedules[best], told)
         return found[best]
 
 

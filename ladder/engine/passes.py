@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ladder.engine.forward import Forward
+from ladder.engine.forward import Forward, Schedule
 from ladder.engine.graphs import LONGEST, Decoded, Graphs
 from ladder.engine.scheduler import ScheduledBatch
 from ladder.errors import LadderError
@@ -29,6 +29,7 @@ class Passes:
         self.cache = model.new_cache(slots + graphs, min(256, model.config.context))
         self._forward = None if launch is None else Forward(model, self.cache, launch)
         self._graphs: Graphs | None = None
+        self._chosen: dict[int, Schedule] = {}  # the fastest schedules, by the size of a batch
 
     def can_go_on(self, slots: Sequence[int]) -> bool:
         """Whether `next_step` can follow a decode step of `slots`, which `cache` already counts."""
@@ -79,7 +80,7 @@ class Passes:
         return decoded.logits, decoded
 
     def _captured(self, forward: Forward) -> Graphs:
-        self._graphs = self._graphs or Graphs(forward, self._slots)
+        self._graphs = self._graphs or Graphs(forward, self._slots, chosen=self._chosen)
         return self._graphs
 
     def _make_room(self, positions: int) -> None:

@@ -1,5 +1,7 @@
 """`Ops` for decode, by kernels: one new token of each sequence."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,22 +17,27 @@ from ladder.layers.experts import ExpertMLP
 from ladder.layers.norm import Norm
 from ladder.layers.rope import RopeTable
 from ladder.layers.weight import Weight
-from ladder.residual import Post, ResidualStream
+from ladder.residual import Post, ResidualStream, Terms
 from ladder.wiring import Out
 
 
 class FusedReader:
     """What all kernels' backends have in common: how they read the stream, and a norm behind a sub-block."""
 
-    def __init__(self, launch: Launch, lanes: Lanes | None = None) -> None:
+    def __init__(self, launch: Launch, lanes: Lanes | None = None, polls: bool = True) -> None:
+        """`polls`: kernels poll the flags of all-reduces, else they wait for the stream's events."""
+        self._polls = polls
         self.launch = launch
         self.lanes = lanes or OneLane()
 
     def norm(self, stream: ResidualStream, lag: int, norm: Norm | None) -> Tensor:
         terms = stream.begin_read(lag)
-        x, total = self.launch.norm(Source.of(terms), norm)
+        x, total = self.launch.norm(self.source(terms), norm)
         stream.end_read(terms, total)
         return x
+
+    def source(self, terms: Terms) -> Source:
+        return Source.of(terms if self._polls else replace(terms, polls=False))
 
     def post(self, norm: Norm | None) -> Post | None:
         """The norm behind a sub-block, for the stream to apply once the all-reduce is complete."""
@@ -52,8 +59,10 @@ class Decode(FusedReader):
     graph and replayed with others.
     """
 
-    def __init__(self, launch: Launch, comm: Comm, ropes: RopeTable, lanes: Lanes | None = None) -> None:
-        super().__init__(launch, lanes)
+    def __init__(
+        self, launch: Launch, comm: Comm, ropes: RopeTable, lanes: Lanes | None = None, polls: bool = True
+    ) -> None:
+        super().__init__(launch, lanes, polls)
         self._signalled = comm if isinstance(comm, Signalled) else None
         self._ropes = ropes
         none = torch.zeros(1, dtype=torch.int32, device=ropes.frequencies.device)
@@ -76,7 +85,7 @@ class Decode(FusedReader):
         activation: str | None = None, gated: bool = False,
     ) -> Tensor:  # fmt: skip
         terms = stream.begin_read(lag)
-        y, total = self.launch.norm_project(Source.of(terms), norm, weight, kind, activation, gated)
+        y, total = self.launch.norm_project(self.source(terms), norm, weight, kind, activation, gated)
         stream.end_read(terms, total)
         return y if kind == "qkv" else y[0]
 
@@ -100,7 +109,7 @@ class Decode(FusedReader):
 
     def head(self, stream: ResidualStream, norm: Norm, head: Head, last: Tensor | None) -> Tensor:
         terms = stream.begin_read(0)
-        product, total = self.launch.norm_project(Source.of(terms), norm, head, "head", dtype=torch.float32)
+        product, total = self.launch.norm_project(self.source(terms), norm, head, "head", dtype=torch.float32)
         stream.end_read(terms, total)
         if self._signalled is not None:
             self._signalled.end()

@@ -7,7 +7,7 @@ from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, activated, gathered, let_others_start, normalized, wait_for_all
 from ladder.kernels.norm import norm_arguments
 from ladder.kernels.stream import Source
-from ladder.kernels.table import SHARED, WHOLE, Gemv
+from ladder.kernels.table import SHARED, Gemv
 from ladder.layers.activation import activate
 from ladder.layers.norm import Norm
 from ladder.layers.weight import Weight
@@ -86,10 +86,10 @@ def gemv(
     the kernels that set them.
     """
     rows, width = weight.shape[0] // (1 + pair), weight.shape[1]
-    programs, stages, room = config.programs, config.stages, {}
+    programs, room = config.programs, {}
     if source.flags:
         tile = config.rows * triton.next_power_of_2(width) * weight.element_size() * (1 + pair)
-        programs, stages, registers = beside_all_reduces(config, tile, cores, source.spared)
+        programs, registers = beside_all_reduces(config, tile, cores, source.spared)
         room = {"maxnreg": registers}
     tiles = -(-rows // (programs * config.rows))
     saved = torch.empty_like(source.base) if source.sums else source.base
@@ -98,28 +98,23 @@ def gemv(
         *source.arguments(saved), gain, norm_bias, weight, bias, plus, out, eps, 1 / divisor, alpha, rows,
         K=width, BK=triton.next_power_of_2(width), BN=config.rows, TILES=tiles, **source.modes(), **modes,
         PAIR=pair, ACT=ACTIVATIONS[activation], BIAS=bias is not None, PLUS=plus is not None, ALPHA=alpha != 1,
-        TP=triton.next_power_of_2(tiles), STAGES=stages, PDL=pdl, num_warps=config.warps, launch_pdl=pdl, **room,
+        TP=triton.next_power_of_2(tiles), STAGES=config.stages, PDL=pdl, num_warps=config.warps, launch_pdl=pdl, **room,
     )  # fmt: skip
     return saved
 
 
-def beside_all_reduces(config: Gemv, tile: int, cores: int, spared: int) -> tuple[int, int, int]:
-    """How many programs may wait for an all-reduce at once, with how many stages, and how many registers a thread of
-    theirs may have. `tile`: bytes of one; `cores`: the GPU's multiprocessors.
+def beside_all_reduces(config: Gemv, tile: int, cores: int, spared: int) -> tuple[int, int]:
+    """How many programs may wait for an all-reduce at once, and how many registers a thread of theirs may have. `tile`:
+    bytes of one; `cores`: the GPU's multiprocessors.
 
     A multiprocessor's 64 Ki registers and `SHARED` bytes of memory must hold all of them, with an eighth of the
     registers left for an all-reduce's blocks, which are light (see comm/one_shot.py) but would wait for ever behind a
-    program that has found no place yet.
-
-    A library's all-reduce has heavy blocks: `spared` multiprocessors are left to it as a whole. Of the others each has
-    one program, whose stages take too much memory for a second one beside it.
+    program that has found no place yet. A library's all-reduce has heavy blocks: there are so few programs that
+    `spared` multiprocessors have none, however the others share them.
     """
-    programs, stages = config.programs, config.stages
-    if spared:
-        programs, stages = min(programs, cores - spared), max(stages, 1 - (-WHOLE // 2 // tile))
-    each = 2 if programs > cores and 2 * tile * (stages - 1) <= SHARED else 1
-    registers = min(248, 7 * 65536 // 8 // (each * config.warps * 32) // 8 * 8)
-    return min(programs, each * cores - 4), stages, registers
+    programs = min(config.programs, cores - spared) if spared else config.programs
+    each = 2 if programs > cores and 2 * tile * (config.stages - 1) <= SHARED else 1
+    return min(programs, each * cores - 4), min(248, 7 * 65536 // 8 // (each * config.warps * 32) // 8 * 8)
 
 
 def projected(

@@ -1,5 +1,7 @@
 """Launches the kernels of a forward pass: Triton or the reference. Activations are rows: [rows, width]."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -83,7 +85,10 @@ class Kernels:
         table = Table.of(torch.cuda.get_device_name(device))
         if more and table.chip not in more:
             raise LadderError(f"the table of tuned kernels has no line for this GPU, {table.chip}: run `ladder tune`")
-        table.rows |= (more or {}).get(table.chip, {})
+        own = (more or {}).get(table.chip, {})
+        # for shapes of which they say something the given rows replace those for two lanes, flags or not
+        given = {replace(shape, flags=False) for shape in own}
+        table.rows = {shape: row for shape, row in table.rows.items() if replace(shape, flags=False) not in given} | own
         chip = torch.cuda.get_device_properties(device)
         return cls(table, torch.version.hip is None and (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
 

@@ -1,4 +1,4 @@
-"""Residual add and norm, for prefill."""
+"""Residual add and norm: for prefill, and for decode steps of more than one sequence."""
 
 from typing import Any
 

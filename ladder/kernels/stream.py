@@ -37,8 +37,9 @@ class Source:
         drifts = terms.more
         while len(drifts) > MOST_DRIFTS:
             drifts = (drifts[0] + drifts[1], *drifts[2:])
-        need, spared = max(((p.need, p.multiprocessors) for p in flagged), default=(1, 0))
-        return cls(base, sums, flags, need, spared, drifts)
+        need = flagged[0].need if flagged else 1
+        assert all(p.need == need for p in flagged), "one number for all flags that a kernel polls"
+        return cls(base, sums, flags, need, max((p.multiprocessors for p in flagged), default=0), drifts)
 
     def arguments(self, saved: Tensor) -> tuple[Tensor | int | None, ...]:
         """As the kernels take them: base, first, second, drift1, drift2, flag1, flag2, need, saved."""

@@ -12,7 +12,6 @@ from ladder.errors import LadderError
 KERNELS = ("qkv", "gate_up", "row", "head", "attend")
 MOST = 64  # rows that our matrix kernels are made for; the library has the rest
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
-WHOLE = 228 * 1024  # all that it has
 WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
 
 

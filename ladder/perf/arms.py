@@ -27,7 +27,7 @@ ARMS: dict[str, BenchArm] = {
     "ladder": BenchArm(("ladder",)),
     "hybrid": BenchArm(("standard", "ladder")),
     "desync-2x": BenchArm(("desync-2x",)),
-    "none": BenchArm(("none",)),  # no communication: the upper bound on speed
+    "none": BenchArm(("none",)),  # no communication, one sub-block after the other: no model
 }
 
 

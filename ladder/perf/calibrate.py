@@ -266,6 +266,9 @@ def main(arguments: Sequence[str]) -> None:
         for half, some in (("first half", fitting), ("second half", testing), ("all", targets)):
             if some:
                 _print({"engine": engine.name, "row": name, "on": half, **account(one, some)})
+    for lanes in sorted({target.lanes for target in targets}):
+        some = [target for target in targets if target.lanes == lanes]
+        _print({"engine": engine.name, "row": "as it is", "on": f"lanes: {lanes}", **account(engine, some)})
     _print({"engine": engine.name, "row": asdict(fitted)})
 
 

@@ -161,8 +161,8 @@ def decoding(s: Setting, context: float | None = None, lanes: int | None = None)
     parts = decoding_parts(s, s.prompt + s.new / 2 if context is None else context)
     blocks = [block for layer in s.config.sub_blocks() for block in layer]
     possible = (1, 2) if s.engine.lane is not None and any(independent(blocks)) else (1,)
-    found = [_pass(s, parts, s.batch, count) for count in possible if lanes in (None, count)]
-    return min(found, key=lambda one: one.seconds)
+    wanted = possible if lanes is None else (lanes,)
+    return min((_pass(s, parts, s.batch, count) for count in wanted), key=lambda one: one.seconds)
 
 
 def prefill(s: Setting) -> PredictedPass:

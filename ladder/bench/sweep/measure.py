@@ -98,7 +98,7 @@ def in_turns(
     messages = {link: _messages_ms(arm, model, comm, launch) for link, arm in links.items()}
     memory = _peak_memory(device)
     for arm in compared:
-        timings = Timings(firsts[arm], steps[arm], none, *messages[arm.link], memory)
+        timings = Timings(firsts[arm], steps[arm], none, *messages[arm.link], memory, runners[arm].lanes)
         yield Measured(arm, figures(arm, model.config, timings, peak))
     del runners, cache
     gc.collect()
@@ -207,6 +207,7 @@ class Timings:
     all_reduce: float  # one, by itself
     all_gather: float  # of the logits, at the end of a step
     memory: float
+    lanes: int = 1
 
 
 def figures(cell: Cell, config: ModelConfig, timings: Timings, peak: dict[str, float]) -> dict[str, Any]:
@@ -242,6 +243,7 @@ def figures(cell: Cell, config: ModelConfig, timings: Timings, peak: dict[str, f
         "prefill_tflop_s": round(work, 4),
         "prefill_share": round(work / peak["tflop_s"], 4) if half else None,
         "all_reduces": all_reduces,
+        "lanes": timings.lanes,
         "comm_ms": round(comm, 4),
         "exposed_ms": round(exposed, 4),
         "hidden": round(max(0.0, 1 - exposed / comm), 4) if comm else None,

@@ -19,6 +19,8 @@ PIECE = 16_384  # tokens of prompts in one pass, as a server would cut them
 class Runner(Protocol):
     """One arm, ready to run."""
 
+    lanes: int  # that the sub-blocks of a step run on
+
     def prompt(self) -> None:
         """Read all prompts and choose each one's first token."""
         ...
@@ -30,6 +32,8 @@ class Runner(Protocol):
 
 class PlainRunner:
     """The decoder's own layers."""
+
+    lanes = 1
 
     def __init__(self, model: Decoder, cache: KVCache, cell: Cell, comm: Comm) -> None:
         self._model, self._cache, self._cell, self._comm = model, cache, cell, comm
@@ -65,6 +69,7 @@ class GraphRunner:
         self._enter()
         self._fused = FusedModel(model, cache, launch)
         self._decode_step = self._fused.decode_step(cell.batch, cell.context)
+        self.lanes = self._fused.lanes(cell.batch)
         self._ids = torch.zeros(cell.batch, cell.prompt, dtype=torch.long, device=cache.keys[0].device)
         self._choice: Tensor | None = None
 

@@ -17,7 +17,8 @@ from ladder.comm.symmetric import Symmetric
 from ladder.engine.model_runner import Command
 from ladder.errors import LadderError
 
-MULTIPROCESSORS = 8  # that NCCL may use, one for each of its thread blocks: what is computed meanwhile has the others
+# that NCCL may use in a decode step, one for each of its thread blocks: what is computed meanwhile has the others
+MULTIPROCESSORS = 8
 # Ranks wait for commands for as long as there are none; that another rank has died they notice at once.
 NO_TIMEOUT = timedelta(days=365)
 
@@ -104,9 +105,8 @@ def join(
     if group_backend(comm_backend, own_gpu) == "nccl":
         # all-reduces run on a stream of high priority: they must not queue behind the compute stream's kernels
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options.config.max_ctas = MULTIPROCESSORS
         dist.init_process_group("nccl", timeout=limit, device_id=device, pg_options=options, **where)
-        comm: Comm = Distributed(multiprocessors=MULTIPROCESSORS)
+        comm: Comm = Distributed(None, _limited(limit), MULTIPROCESSORS)
     else:
         dist.init_process_group("gloo", timeout=limit, **where)
         comm = Distributed()
@@ -114,6 +114,16 @@ def join(
     if comm_backend == "symmetric" or (comm_backend == "auto" and own_gpu):
         comm = Symmetric.build(comm, control, device, required=comm_backend == "symmetric")
     return comm, BroadcastControl(control)
+
+
+def _limited(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A second group of all ranks, in which NCCL uses few thread blocks; None where the environment says how many."""
+    if any(name in os.environ for name in ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS")):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MULTIPROCESSORS
+    group: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
+    return group
 
 
 def leave() -> None:
