@@ -22,6 +22,7 @@ from ladder.engine.forward import Forward, Schedule
 from ladder.engine.graphs import Graphs
 from ladder.engine.model_runner import AbortSequence, AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
+from ladder.engine.passes import Passes
 from ladder.engine.scheduler import SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
@@ -241,3 +242,17 @@ def test_the_fastest_schedule_is_kept_and_all_ranks_keep_the_same(
         "decode steps of 1 sequences: 2 lanes, the fastest of 1 lane 5.000 ms; 2 lanes 1.000 ms; 2 lanes, no"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize("said, named", (
+    ("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory", True),
+    ("CUDA error: an illegal memory access was encountered", False),
+))  # fmt: skip
+def test_only_a_lack_of_memory_is_called_so(said: str, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError(said)
+
+    passes = Passes(Decoder(ModelConfig.named("tiny")), 1)
+    monkeypatch.setattr(passes.cache, "grow", fail)
+    with pytest.raises(LadderError if named else RuntimeError, match="no memory for a cache" if named else "illegal"):
+        passes._make_room(passes.cache.capacity + 1)

@@ -23,7 +23,6 @@ class Schedule:
 
     lanes: int = 1
     pdl: bool = True  # programmatic dependent launch: a kernel starts while the one before it on its lane ends
-
     polls: bool = True  # kernels poll the flags of all-reduces; else they are launched when these are complete
 
     @classmethod

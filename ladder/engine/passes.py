@@ -90,7 +90,9 @@ class Passes:
         self._graphs = None  # they have the old cache's addresses
         try:
             self.cache.grow(capacity)
-        except RuntimeError:  # torch's word for no memory, on the CPU and on the GPU
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):  # the CPU's word for it
+                raise  # another fault of the GPU
             raise LadderError(
                 f"no memory for a cache of {self._slots} requests of {capacity} tokens: "
                 "lower --max-num-seqs or --max-new-tokens"
