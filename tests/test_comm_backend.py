@@ -1,6 +1,7 @@
 """The option `comm_backend`: what is refused before any rank is started, and which process group it gives."""
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ladder import LLM
 from ladder.cli import main
 from ladder.comm.base import Comm, Solo
+from ladder.comm.distributed import Distributed
 from ladder.comm.symmetric import Symmetric
 from ladder.engine.executors import control, start
 from ladder.engine.executors.control import group_backend, join
@@ -82,6 +84,7 @@ def test_the_option_decides_the_group(
     monkeypatch: pytest.MonkeyPatch, backend: str, own_gpu: bool, group: str, required: bool | None
 ) -> None:
     groups: list[str] = []
+    limits: list[int] = []
     plain, built = Solo(), Solo()
     tried: list[bool] = []
 
@@ -92,12 +95,43 @@ def test_the_option_decides_the_group(
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: groups.append(name))
-    monkeypatch.setattr(dist, "new_group", lambda **_: "control_group")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Group", (), {"Options": lambda **_: None}), raising=False)
-    monkeypatch.setattr(control, "Distributed", lambda: plain)
+
+    def new_group(backend: str, timeout: timedelta, pg_options: Any = None) -> str:
+        return "control_group" if backend == "gloo" else f"at most {pg_options.config.max_ctas}"
+
+    def distributed(group: None = None, limited: str | None = None, multiprocessors: int = 0) -> Comm:
+        assert limited is None or limited == f"at most {multiprocessors}"
+        limits.append(multiprocessors)
+        return plain
+
+    for name in ("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS"):
+        monkeypatch.delenv(name, raising=False)
+    options = {"Options": lambda **_: SimpleNamespace(config=SimpleNamespace(max_ctas=None))}
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Group", (), options), raising=False)
+    monkeypatch.setattr(control, "Distributed", distributed)
     monkeypatch.setattr(control, "BroadcastControl", lambda control_group: control_group)
     monkeypatch.setattr(Symmetric, "build", build)
     comm, control_group = join(0, 2, torch.device("cuda:0"), own_gpu, backend, 1.0)
     assert groups == [group] and str(control_group) == "control_group"
+    assert limits == [control.MULTIPROCESSORS if group == "nccl" else 0]
     assert tried == ([] if required is None else [required])
     assert comm is (plain if required is None else built)
+
+
+def test_small_messages_go_where_few_thread_blocks_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, str]] = []
+
+    def all_reduce(x: torch.Tensor, group: str, async_op: bool) -> SimpleNamespace:
+        sent.append((len(x), group))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    comm = Distributed("all", "limited", 8)  # type: ignore[arg-type]
+    for count in (1, 1 << 20, (1 << 20) + 1):
+        comm.all_reduce(torch.zeros(count)).wait()
+    assert sent == [(1, "limited"), (1 << 20, "limited"), ((1 << 20) + 1, "all")] and comm.multiprocessors == 8
+    assert Distributed("all", None, 8).multiprocessors == 0  # type: ignore[arg-type]
