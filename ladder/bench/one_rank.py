@@ -39,9 +39,9 @@ from ladder.layers.cache import KVCache
 from ladder.model import Decoder
 from ladder.perf.costs import RankCosts
 from ladder.perf.schedule import Phase, walk, walk_two_lanes
-from ladder.wiring import Wiring, independent
+from ladder.wiring import Wiring
 
-SCHEDULES = (Schedule(), Schedule(2), Schedule(2, pdl=False))
+ONE_LANE = Schedule()
 SETTLING = 0.5  # seconds that a GPU works before its first time counts: clocks and memory come out of their sleep
 CONTEXT = 1024
 
@@ -55,7 +55,7 @@ def decode(
     link: Link | None,
     concurrent: int = 1,
     rank: Callable[..., Comm] = OneRank,
-    schedule: Schedule = SCHEDULES[0],
+    schedule: Schedule = ONE_LANE,
 ) -> list[float]:
     """Milliseconds of the decode steps of a wiring, each a replay of its graph."""
     configure(model, pattern, link, concurrent, rank)
@@ -70,7 +70,7 @@ def parts(model: Decoder, cache: KVCache, kernels: Kernels, batch: int) -> dict[
 
     def median(without: str | None) -> float:
         return statistics.median(
-            milliseconds(FusedModel(model, cache, kernels, SCHEDULES[0], without).decode_step(batch, CONTEXT))
+            milliseconds(FusedModel(model, cache, kernels, ONE_LANE, without).decode_step(batch, CONTEXT))
         )
 
     # whole = rest + layers x (attention + mlp)
@@ -134,9 +134,9 @@ WIRINGS = (
 
 
 def schedules(pattern: str, layers: int) -> tuple[Schedule, ...]:
-    """On two lanes only where some sub-block does not wait for the one before it."""
+    """Those that the engine would try."""
     blocks = [block for layer in Wiring.parse(pattern, layers).sub_blocks() for block in layer]
-    return SCHEDULES if any(independent(blocks)) else SCHEDULES[:1]
+    return Schedule.worth_trying(blocks, pdl=True, library=False)
 
 
 def table(
@@ -162,7 +162,7 @@ def table(
     common |= {"layers": model.config.layers, "of_layers": ModelConfig.named(case.size).layers}
 
     def line(
-        pattern: str, link: str | None, found: Sequence[float], how: Schedule = SCHEDULES[0], **more: Any
+        pattern: str, link: str | None, found: Sequence[float], how: Schedule = ONE_LANE, **more: Any
     ) -> dict[str, Any]:
         ms = statistics.median(found)
         rate = read / ms / 1e9
@@ -173,7 +173,7 @@ def table(
 
     configure(model, "none", None)
     begin = time.monotonic()
-    FusedModel(model, cache, kernels, SCHEDULES[0]).decode_step(case.batch, CONTEXT)
+    FusedModel(model, cache, kernels, ONE_LANE).decode_step(case.batch, CONTEXT)
     torch.cuda.synchronize()
     capture: dict[str, Any] = {"capture_s": round(time.monotonic() - begin, 2), "load_s": round(loaded - begun, 2)}
     settled = time.monotonic() + SETTLING

@@ -20,8 +20,8 @@ class Source:
     sums: tuple[Tensor, ...] = ()
     flags: tuple[Tensor, ...] = ()  # of the first len(flags) sums
     need: int = 1  # what a flag counts up to
-    spared: int = 0  # multiprocessors that a kernel which polls the flags must leave to the all-reduces
     drifts: tuple[Tensor, ...] = ()
+    spared: int = 0  # multiprocessors that a kernel which polls the flags must leave to the all-reduces
 
     @classmethod
     def of(cls, terms: Terms) -> "Source":
@@ -39,7 +39,7 @@ class Source:
             drifts = (drifts[0] + drifts[1], *drifts[2:])
         need = flagged[0].need if flagged else 1
         assert all(p.need == need for p in flagged), "one number for all flags that a kernel polls"
-        return cls(base, sums, flags, need, max((p.multiprocessors for p in flagged), default=0), drifts)
+        return cls(base, sums, flags, need, drifts, max((p.multiprocessors for p in flagged), default=0))
 
     def arguments(self, saved: Tensor) -> tuple[Tensor | int | None, ...]:
         """As the kernels take them: base, first, second, drift1, drift2, flag1, flag2, need, saved."""
