@@ -28,6 +28,7 @@ from ladder.engine import graphs
 from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
+from ladder.kernels.decode import FusedReader
 from ladder.kernels.launch import References
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv, Shape, SmallGemm, Split, Table, candidates, rule, same_bits, sound
@@ -146,6 +147,10 @@ def test_sums_take_turns_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (int(pending.flag), pending.need, pending.multiprocessors) == (1, 1, 8)
     terms = Terms(torch.zeros(2, 3), (pending,), ())
     assert (Source.of(terms).flags, Source.of(terms).spared) == ((pending.flag,), 8)
+    for polls in (True, False):  # or it waits for the event
+        source = FusedReader(References(), polls=polls).source(terms)
+        assert len(source.flags) == polls and source.sums == (pending.x,)
+    assert library.library and not two.library
     assert library.all_reduce(torch.ones(125, 3)).flag is None  # type: ignore[attr-defined]
     solo = Signalled([Solo()], torch.device("cpu"), sums=1)
     solo.begin()

@@ -116,10 +116,12 @@ def two_lanes_bound_ms(pattern: str, part: dict[str, float], costs: RankCosts, t
         return [Phase(reading[0], True), rest, Phase(us - rest.seconds - reading[0], True)]
 
     config = costs.config
-    inward = costs.attention * (costs.heads + 2 * costs.kv_heads) / (2 * costs.heads + 2 * costs.kv_heads)
-    gates = 1 + config.family_row.gated
-    attention = phases(part["attention_us"], (inward, costs.attention - inward))
-    mlp = phases(part["mlp_us"], (costs.mlp() * gates / (1 + gates), costs.mlp() / (1 + gates)))
+    attention, mlp = (
+        phases(part[name], (share * elements, (1 - share) * elements))
+        for name, elements, share in zip(
+            ("attention_us", "mlp_us"), (costs.attention, costs.mlp()), costs.inward_shares, strict=True
+        )
+    )
     table = config.rewired(pattern).sub_blocks()
     blocks = [pair for a, m in table for pair in ((a, attention), (m, mlp))]
     total = walk_two_lanes(blocks, all_reduce, first=True).total

@@ -46,6 +46,12 @@ class RankCosts:
         return (dense * len(c.experts.dense_layers) + sparse * (c.layers - len(c.experts.dense_layers))) / c.layers
 
     @property
+    def inward_shares(self) -> tuple[float, float]:
+        """Of an attention's and of an MLP's elements, the share of the first products, which read the stream."""
+        inward, gates = self.heads + 2 * self.kv_heads, 1 + self.config.family_row.gated
+        return inward / (inward + self.heads), gates / (1 + gates)
+
+    @property
     def vectors(self) -> int:
         """Elements of all norms, biases and learned positions."""
         c = self.config

@@ -144,14 +144,12 @@ def _pass(s: Setting, parts: Parts, tokens: int, lanes: int = 1) -> PredictedPas
 def _phases(s: Setting, parts: Parts) -> tuple[list[Phase], list[Phase]]:
     """Of an attention and of an MLP in a decode step: their first products, what reads nothing, their last product."""
     stage, costs = s.engine.single if s.batch == 1 else s.engine.few, s.costs
-    heads, more, gates = costs.heads + 2 * costs.kv_heads, s.engine.lane or 0.0, 1 + s.config.family_row.gated
     found = []
-    for seconds, overhead, inward in (
-        (parts.attention, stage.attention, heads / (heads + costs.heads)),
-        (parts.mlp, stage.mlp, gates / (1 + gates)),
+    for seconds, overhead, inward in zip(
+        (parts.attention, parts.mlp), (stage.attention, stage.mlp), costs.inward_shares, strict=True
     ):
         reading = seconds - overhead
-        between = Phase(overhead + more, False)
+        between = Phase(overhead + (s.engine.lane or 0.0), False)
         found.append([Phase(reading * inward, True), between, Phase(reading * (1 - inward), True)])
     return found[0], found[1]
 
