@@ -64,6 +64,7 @@ class Signalled:
     def __init__(self, inners: Sequence[Comm], device: torch.device, sums: int) -> None:
         self._inners = list(inners)
         self._streams = [torch.cuda.Stream(device, priority=PRIORITY) for _ in self._inners]
+        self._used: list[torch.cuda.Stream] = []  # since the pass began: a capture must not wait for any other
         self.flags = torch.zeros(sums, dtype=torch.int32, device=device)
         self._cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
         self._count: int | None = None
@@ -78,12 +79,12 @@ class Signalled:
     def begin(self) -> None:
         """A pass begins. The caller has set `flags` to zero."""
         self._count = 0
+        self._used.clear()
 
     def end(self) -> None:
         """The current stream waits for all-reduces still in flight; later ones set no flags."""
         self._count = None
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        self._join()
 
     def all_reduce(self, x: Tensor) -> Pending:
         number = self._count or 0
@@ -94,6 +95,8 @@ class Signalled:
                 raise RuntimeError(f"all-reduce {number} of a pass has no flag: there are {len(self.flags)}")
             flag = self.flags[number : number + 1]
             self._count += 1
+        if stream not in self._used:
+            self._used.append(stream)
         need = own = 0
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -121,6 +124,9 @@ class Signalled:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """In the current stream, after every all-reduce."""
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        self._join()
         return self._inners[0].all_gather(x)
+
+    def _join(self) -> None:
+        for stream in self._used:
+            torch.cuda.current_stream().wait_stream(stream)

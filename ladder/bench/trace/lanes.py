@@ -77,9 +77,11 @@ class Step:
 
 def first_layers(step: Step, count: int) -> Step:
     """The step until its first `count` layers are computed: what a picture has room for."""
-    until = max(span.end for span in step.compute[: 2 * count])
-    parts = ([span for span in spans if span.begin < until] for spans in (step.compute, step.comm, step.waits))
-    return Step(step.wiring, step.rank, *parts)
+    compute, later = step.compute[: 2 * count], {span.name for span in step.compute[2 * count :]}
+    until = max(span.end for span in compute)
+    comm = [span for span in step.comm if span.begin < until]
+    waits = [span for span in step.waits if span.begin < until and span.name not in later]
+    return Step(step.wiring, step.rank, compute, comm, waits)
 
 
 def _is_attention(span: Span) -> bool:

@@ -180,7 +180,7 @@ def _divided(
 def main(arguments: Sequence[str]) -> None:
     if not 1 <= len(arguments) <= 2:
         raise LadderError(f"give a folder, and a link if need be, not {len(arguments)} arguments: OUT [LINK]")
-    out, link = Path(arguments[0]), arguments[1] if len(arguments) > 1 else "nvlink_nccl"
+    out, link = Path(arguments[0]), arguments[1] if len(arguments) > 1 else "nvlink_oneshot"
     check_known("link", link, LINKS)
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a folder")
