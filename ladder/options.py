@@ -1,7 +1,7 @@
 """Options as dataclass fields: the command line is generated from them, and every value is of its type."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -11,6 +11,11 @@ from ladder.errors import LadderError
 def option(default: Any, help: str) -> Any:
     """A dataclass field that is also a command-line option."""
     return field(default=default, metadata={"help": help})
+
+
+def keyword(default: Any) -> Any:
+    """A dataclass field that the command line does not have."""
+    return field(default=default, metadata={"keyword": True})
 
 
 def argument(help: str) -> Any:
@@ -27,7 +32,8 @@ def refuse_renamed(given: Iterable[str], renamed: Mapping[str, str]) -> None:
 
 def check_types(options: Any) -> None:
     """Every field of a dataclass is of the type it was declared with."""
-    for name, hint in get_type_hints(type(options)).items():
+    hints = get_type_hints(type(options))
+    for name, hint in ((entry.name, hints[entry.name]) for entry in fields(options)):
         value = getattr(options, name)
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if not any(_is(value, kind) for kind in kinds):
@@ -37,7 +43,11 @@ def check_types(options: Any) -> None:
 
 def _is(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is(part, get_args(kind)[0]) for part in value)
+        if not isinstance(value, tuple):
+            return False
+        parts = get_args(kind)
+        parts = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return len(value) == len(parts) and all(_is(one, part) for one, part in zip(value, parts, strict=True))
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

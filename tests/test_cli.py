@@ -41,7 +41,9 @@ def test_json_lines(run: Run, model: Path, tmp_path: Path) -> None:
     with LLM(model) as llm:
         expected = llm.generate(["abc", "from a file", "and ünother", [5, 17, 9]], SamplingParams(9))
     assert lines == [vars(result) for result in expected]
-    assert [list(line) for line in lines] == [["prompt", "token_ids", "text", "finish_reason"]] * 4
+    assert [list(line) for line in lines] == [
+        ["prompt", "token_ids", "text", "finish_reason", "prompt_tokens", "sample"]
+    ] * 4
 
 
 def test_what_is_on_can_be_turned_off(run: Run, model: Path) -> None:

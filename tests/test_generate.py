@@ -263,7 +263,7 @@ def test_seeds(directory: Path) -> None:
         {"max_new_tokens": 0},
         {"temperature": -1.0},
         {"temperature": float("nan")},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"seed": -1},

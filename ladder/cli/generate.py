@@ -48,7 +48,7 @@ class Prompts:
 def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) -> None:
     """Continue prompts with a model from a Hugging Face directory, under any wiring."""
     from ladder.engine.executors.start import adopt_torchrun_size  # torch takes seconds to import: not for --help
-    from ladder.engine.llm import LLM, result
+    from ladder.engine.llm import LLM
     from ladder.engine.setup import Setup
 
     given = prompts.all()
@@ -65,17 +65,17 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
         llm = LLM.load(setup, progress)
     with llm:
         # results are printed one after the other, the first unfinished one as it grows
-        turn, waiting, finished = 0, [""] * len(given), [False] * len(given)
+        turn, waiting, finished = 0, [""] * len(requests), [False] * len(requests)
         for chunk in llm.run(requests):
             waiting[chunk.index] += _shown(chunk)
             finished[chunk.index] = chunk.finish_reason is not None
-            while turn < len(given):
+            while turn < len(requests):
                 if not prompts.json:
                     typer.echo(waiting[turn], nl=False)
                     waiting[turn] = ""
                 if not finished[turn]:
                     break
-                typer.echo(_json_line(result(given[turn], requests[turn])) if prompts.json else "")
+                typer.echo(_json_line(requests[turn].result()) if prompts.json else "")
                 turn += 1
     if broken := [request.index for request in requests if request.finish_reason == "error"]:
         why = "the model's output is not finite: try --check for its weights, or a wider --dtype"
@@ -88,4 +88,7 @@ def _shown(chunk: "Chunk") -> str:
 
 
 def _json_line(result: "Result") -> str:
-    return json.dumps(asdict(result), ensure_ascii=False)
+    line = asdict(result)
+    if result.logprobs is None:
+        del line["logprobs"]
+    return json.dumps(line, ensure_ascii=False)

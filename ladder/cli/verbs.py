@@ -83,7 +83,14 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
-        owned = {group: [(entry, get_type_hints(group)[entry.name]) for entry in fields(group)] for group in groups}
+        owned = {
+            group: [
+                (entry, get_type_hints(group)[entry.name])
+                for entry in fields(group)
+                if not entry.metadata.get("keyword")
+            ]
+            for group in groups
+        }
         takes_named = "named" in inspect.signature(work).parameters
 
         @wraps(work)

@@ -62,12 +62,14 @@ class LLM:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """One result per prompt, in order. A prompt is a text or a list of ids; `params` one for all or one each."""
+        """The results of the prompts in order, `n` of each. A prompt is a text or a list of ids; `params` one for all
+        or one each.
+        """
         prompts = prompts if isinstance(prompts, str | bytes) else list(prompts)
         requests = self._requests(prompts, params)
         for _ in self.run(requests):
             pass
-        return [result(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
+        return [request.result() for request in requests]
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -97,14 +99,17 @@ class LLM:
             return self.setup.requests(prompts, params)  # type: ignore[arg-type]
         if len(params) != len(prompts):
             raise LadderError(f"{len(prompts)} prompts with {len(params)} sampling parameters: give one each, or one")
-        return [
-            self.setup.requests([prompt], own, index)[0]
-            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
-        ]
+        requests: list[Request] = []
+        for prompt, own in zip(prompts, params, strict=True):
+            requests += self.setup.requests([prompt], own, len(requests))
+        return requests
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Add a request. Its chunks' `index` is the number returned."""
-        request = self.setup.requests([prompt], params or SamplingParams())[0]
+        """Add a request for one result. Its chunks' `index` is the number returned."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise LadderError(f"submit adds one request, not n={params.n}: submit it so often, with seeds of their own")
+        request = self.setup.requests([prompt], params)[0]
         request.index = self._submit(request, self._submitted)
         return request.index
 
@@ -137,7 +142,7 @@ class LLM:
             if token.id not in self._open:
                 continue  # cancelled while this token was computed
             request, box = self._open[token.id]
-            box.append(request.add(token.token, token.finish_reason))
+            box.append(request.add(token.token, token.finish_reason, token.logprobs))
             if request.finish_reason is not None:
                 del self._open[token.id]
                 if token.finish_reason is None:  # a stop text, which the ranks do not know of
@@ -159,10 +164,3 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def result(prompt: Prompt, request: Request) -> Result:
-    """The result of a finished request."""
-    assert request.finish_reason is not None
-    shown = prompt if isinstance(prompt, str) else list(prompt)
-    return Result(shown, request.new, request.text.text if request.text else None, request.finish_reason)

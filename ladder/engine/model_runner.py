@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ladder.engine.graphs import Decoded
 from ladder.engine.passes import Passes
+from ladder.engine.requests import TokenLogprobs
 from ladder.engine.sampling import Sampler
 from ladder.engine.scheduler import RunningSequence, ScheduledBatch, Scheduler, SequenceSpec, finish_reason
 from ladder.kernels.launch import Launch
@@ -44,6 +45,7 @@ class NewToken:
     id: int
     token: int | None
     finish_reason: str | None
+    logprobs: TokenLogprobs | None = None  # where the request asks for them
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class Scheduler:
 
 def finish_reason(sequence: RunningSequence, eos: Sequence[int]) -> str | None:
     """Why a sequence ends with the newest of its tokens, if it does."""
-    if sequence.new[-1] in eos:
+    params, token = sequence.spec.params, sequence.new[-1]
+    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+    if ends and len(sequence.new) >= params.min_tokens:
         return "stop"
     return "length" if len(sequence.new) == sequence.spec.limit else None

@@ -65,15 +65,23 @@ class Setup:
         return "float32"
 
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
-        """Tokenize and check the prompts, which are numbered from `first`."""
+        """Tokenize and check the prompts. Results are numbered from `first`: the first prompt's, the second's, ..."""
         if isinstance(prompts, str | bytes):
             raise LadderError("prompts must be a list: write [prompt] for a single one")
         if not isinstance(params, SamplingParams):
             raise LadderError(f"sampling parameters must be SamplingParams, not {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise LadderError(f"stop texts need a tokenizer, {self.options.model} has none")
-        requests = []
-        for index, prompt in enumerate(prompts, first):
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", [id for id, _ in params.logit_bias]),
+        ):
+            if wrong := [id for id in ids if not 0 <= id < self.config.vocab]:
+                raise LadderError(
+                    f"{name} has the token {wrong[0]}, the model's vocabulary is 0 to {self.config.vocab - 1}"
+                )
+        requests: list[Request] = []
+        for index, prompt in enumerate(prompts):
             tokens = self._tokens(prompt, index)
             room = self.config.context - len(tokens)
             if room < 1:
@@ -81,8 +89,11 @@ class Setup:
                     f"prompt {index} has {len(tokens)} tokens, which leaves no room in the model's context of "
                     f"{self.config.context}"
                 )
-            text = Text(self.tokenizer, params.stop) if self.tokenizer is not None else None
-            requests.append(Request(index, tokens, min(params.max_new_tokens, room), params, text))
+            shown = prompt if isinstance(prompt, str) else tokens
+            for sample in range(params.n):
+                text = Text(self.tokenizer, params.stop) if self.tokenizer is not None else None
+                number, limit = first + len(requests), min(params.max_new_tokens, room)
+                requests.append(Request(number, shown, tokens, limit, params, text, sample))
         return requests
 
     def _tokens(self, prompt: Prompt, index: int) -> list[int]:
