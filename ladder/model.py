@@ -133,7 +133,7 @@ class Decoder(nn.Module):
             if isinstance(module, Sharded) and module not in (self, *tied):
                 yield from module.shards()
 
-    def new_cache(self, slots: int, capacity: int) -> KVCache:
-        """An empty cache for this rank's heads."""
+    def new_cache(self, slots: int, capacity: int, blocks: int | None = None) -> KVCache:
+        """An empty cache for this rank's heads: see `KVCache`."""
         weight = self.embed_tokens.weight
-        return KVCache(self.config, self.comm.size, slots, capacity, weight.device, weight.dtype)
+        return KVCache(self.config, self.comm.size, slots, capacity, weight.device, weight.dtype, blocks)

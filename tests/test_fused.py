@@ -52,12 +52,10 @@ def forward_logits(
     assert torch.equal(again, found[0])
     forward.cache.advance([PROMPT] * batch, slots)
     for position in range(PROMPT, tokens.shape[1]):
-        logits, best = forward.decode(tokens[:, position], torch.tensor(slots), torch.full((batch,), position))
+        inputs = torch.stack([tokens[:, position], torch.tensor(slots), torch.full((batch,), position)])
+        logits, chosen = forward.advance(inputs, torch.zeros(batch, dtype=torch.long))
         found.append(logits)
-        values, ids = best[:, 0::2], best[:, 1::2].long()
-        whole = model.comm.all_gather(logits)[:, : config.vocab]
-        assert torch.equal(values.max(1).values, whole.max(1).values)
-        assert torch.equal(ids.gather(1, values.argmax(1, keepdim=True))[:, 0], whole.argmax(1))
+        assert torch.equal(chosen, model.comm.all_gather(logits)[:, : config.vocab].argmax(1))
     return model.comm.all_gather(torch.stack(found, 1))[..., : config.vocab]
 
 

@@ -22,19 +22,19 @@ from ladder.comm.base import RankOnly, Solo
 from ladder.config import ModelConfig, Rope
 from ladder.jit import PRESENT
 from ladder.kernels.activation import activate_rows
-from ladder.kernels.argmax import argmax, argmax_reference
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.gemv import beside_all_reduces, gemv, projected
 from ladder.kernels.launch import Kernels, References
 from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
+from ladder.kernels.sampling.argmax import argmax, argmax_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv, SmallGemm, Split, Table
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
-from ladder.layers.cache import Metadata
+from ladder.layers.cache import BLOCK, Metadata
 from ladder.layers.embedding import Embedding
 from ladder.layers.formats import Dense
 from ladder.layers.norm import Norm
@@ -89,7 +89,7 @@ def exact(value: Any) -> Any:
     if isinstance(value, Source):
         return Source(exact(value.base), tuple(map(exact, value.sums)), drifts=tuple(map(exact, value.drifts)))
     if isinstance(value, Metadata):
-        return Metadata(value.slots, value.positions, exact(value.cos), exact(value.sin))
+        return replace(value, cos=exact(value.cos), sin=exact(value.sin))
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).double()
     return type(value)(map(exact, value)) if isinstance(value, tuple) else value
@@ -185,7 +185,9 @@ def some_metadata(draw: Draw, rows: int, slots: int, capacity: int, d: int, dist
     )
     positions = torch.randint(capacity, (rows,), generator=draw._generator) if distinct else torch.arange(rows)
     angle = torch.rand(2, rows, d // 2, generator=draw._generator) * 6
-    return Metadata(*(x.to(DEVICE) for x in (picked, positions, angle.cos(), angle.sin())))
+    width = -(-capacity // BLOCK)  # the blocks of the slots in any order
+    tables = torch.randperm(slots * width, generator=draw._generator).view(slots, width).int()
+    return Metadata(*(x.to(DEVICE) for x in (picked, positions, angle.cos(), angle.sin(), tables)), capacity)
 
 
 def some_attention(draw: Draw, kv_heads: int, group: int, d: int) -> Attention:
@@ -203,7 +205,8 @@ def test_attend(seed: int, dtype: torch.dtype) -> None:
     batch, kv_heads, group, d = draw.pick(1, 3), draw.pick(1, 2), draw.pick(1, 3, 8), draw.pick(16, 20, 64)
     capacity, block = draw.pick(5, 70, 200), some_attention(draw, kv_heads, group, d)
     metadata = some_metadata(draw, batch, 4, capacity, d, distinct=True)
-    keys, values = draw(4, capacity, kv_heads, d), draw(4, capacity, kv_heads, d)
+    lines = metadata.tables.numel() * BLOCK
+    keys, values = draw(lines, kv_heads, d), draw(lines, kv_heads, d)
     qkv = draw(draw.pick(1, 3), batch, (block.heads + 2 * kv_heads) * d)
     config = Split(draw.pick(1, 2, 4), draw.pick(16, 32), 4)
     expected_keys, expected_values = exact(keys), exact(values)
@@ -222,7 +225,8 @@ def test_rotate_write(seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     rows, kv_heads, group, d = draw.pick(1, 9), draw.pick(1, 2), draw.pick(1, 3), draw.pick(16, 20)
     block, metadata = some_attention(draw, kv_heads, group, d), some_metadata(draw, rows, 2, 12, d, distinct=False)
-    keys, values = draw(2, 12, kv_heads, d), draw(2, 12, kv_heads, d)
+    lines = metadata.tables.numel() * BLOCK
+    keys, values = draw(lines, kv_heads, d), draw(lines, kv_heads, d)
     qkv = draw(rows, (block.heads + 2 * kv_heads) * d)
     expected_keys, expected_values = exact(keys), exact(values)
     expected = rotate_write_reference(exact(qkv), exact(block), exact(metadata), expected_keys, expected_values)
@@ -257,7 +261,13 @@ def test_embed(seed: int, family: str, dtype: torch.dtype) -> None:
     positions = torch.randint(100, (batch,), generator=draw._generator).to(DEVICE)
     flags = torch.full((draw.pick(1, 9),), 7, dtype=torch.int32, device=DEVICE)
     found, expected = (
-        Metadata(positions, positions, *(torch.full((len(table.frequencies), batch, d // 2), nan) for _ in range(2)))
+        Metadata(
+            positions,
+            positions,
+            *(torch.full((len(table.frequencies), batch, d // 2), nan) for _ in range(2)),
+            torch.zeros(1, 1, dtype=torch.int32),
+            1,
+        )
         for nan in (float("nan"), 0.0)
     )
     found, expected = (replace(each, cos=each.cos.to(DEVICE), sin=each.sin.to(DEVICE)) for each in (found, expected))

@@ -32,7 +32,7 @@ def steps(
     forward = Forward(model, model.new_cache(batch, 4), launch or References(), lanes)
     tokens = torch.randint(config.vocab, (STEPS, batch), generator=torch.Generator().manual_seed(3))
     slots = torch.arange(batch)
-    return [forward.decode(tokens[n], slots, torch.full((batch,), n))[0] for n in range(STEPS)]
+    return [forward.decode(tokens[n], slots, torch.full((batch,), n)) for n in range(STEPS)]
 
 
 def watched(

@@ -44,7 +44,7 @@ def test_every_reader_takes_old_results() -> None:
     ]
     assert {row.link_kind for row in report.rows} == {"emulated"}
     (lanes,) = report.lanes
-    assert [len(step.comm) for step in lanes.steps] == [161, 161]
+    assert [len(step.comm) for step in lanes.steps] == [161, 161, 161]
     for name in ("one_rank_h200.jsonl", "bench_h200.jsonl"):
         assert len(calibrate.measured(RESULTS / name, ENGINES["ladder"])) > 50
     runs = [row for _, row in read_lines(RESULTS / "one_rank_h200.jsonl").objects]

@@ -1,176 +1,261 @@
-"""The scheduler by itself, without torch: whoever comes and goes, no slot is shared or lost, nobody is forgotten."""
+"""The scheduler by itself, without torch: whoever comes and goes, no slot or block is lost, nobody is forgotten, and a
+sequence finds its own tokens in its blocks.
+"""
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ladder.engine.blocks import BlockPool, names_of
 from ladder.engine.options import SamplingParams
-from ladder.engine.scheduler import ScheduledBatch, Scheduler, SequenceSpec, finish_reason
+from ladder.engine.scheduler import RunningSequence, ScheduledBatch, Scheduler, SequenceSpec, finish_reason
+from ladder.layers.cache import BLOCK, RESERVED
 
-END = 7  # the token that ends a job early
+END = 7  # the token that ends a sequence early
 PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that is added before step `comes`, dropped before step `goes`, and ends itself at token `ends`."""
+    """A sequence that is added before step `comes`, dropped before step `goes`, and ends itself at token `ends`; the
+    first `common` tokens of its prompt are those of others, too.
+    """
 
     comes: int
     length: int
     limit: int
     goes: int | None
     ends: int | None
+    common: int
 
 
 PLANS = st.builds(
-    Plan, st.integers(0, 30), st.integers(1, 50), st.integers(1, 8), st.none() | st.integers(0, 40),
-    st.none() | st.integers(1, 8),
+    Plan, st.integers(0, 30), st.integers(1, 60), st.integers(1, 40), st.none() | st.integers(0, 60),
+    st.none() | st.integers(1, 40), st.integers(0, 60),
 )  # fmt: skip
 
 
+def prompt(id: int, plan: Plan) -> tuple[int, ...]:
+    return tuple(100 + at if at < plan.common else 1000 * (id + 1) + at for at in range(plan.length))
+
+
 @dataclass
-class History:
-    """What became of the jobs, by id, and who got slots in which order."""
+class Engine:
+    """A scheduler and what its passes would do; with `late` the tokens of a step are known one step later."""
 
-    pieces: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    new: dict[int, list[int]] = field(default_factory=dict)
-    admitted: list[int] = field(default_factory=list)
+    scheduler: Scheduler
+    plans: list[Plan]
+    late: bool
+    content: dict[tuple[int, int], int] = field(default_factory=dict)  # the cache: token by block and place
+    given: dict[int, list[int]] = field(default_factory=dict)  # tokens that passes have chosen, known or not
     finished: dict[int, str] = field(default_factory=dict)
-    steps: int = 0
-    passed_over: bool = False  # in the last step, the oldest of those who read
+    ahead: list[ScheduledBatch] = field(default_factory=list)
+    here: set[int] = field(default_factory=set)  # added, and neither finished nor dropped
+    reused: int = 0
+
+    def tokens(self, sequence: RunningSequence) -> list[int]:
+        """All of a sequence, also what is not known to the scheduler yet."""
+        id = sequence.spec.id
+        known = sequence.spec.tokens + tuple(sequence.new)
+        return [*known, *self.given[id][len(sequence.new) :]]
+
+    def compute(self, batch: ScheduledBatch) -> None:
+        """Check that every sequence finds what it has read, and write what the pass computes."""
+        assert len(set(batch.slots)) == len(batch.slots)
+        for number, (sequence, start) in enumerate(zip(batch.sequences, batch.starts, strict=True)):
+            text = self.tokens(sequence)
+            fed = batch.tokens[number] if batch.tokens else (text[start],)
+            assert list(fed) == text[start : start + len(fed)] and len(fed) >= 1
+            for at in range(start):
+                assert self.content[sequence.blocks[at // BLOCK], at % BLOCK] == text[at], "not its own tokens"
+            for at, token in enumerate(fed, start):
+                self.content[sequence.blocks[at // BLOCK], at % BLOCK] = token
+        for sequence in batch.answered:
+            own = self.given[sequence.spec.id]
+            ends = self.plans[sequence.spec.id].ends
+            own.append(END if len(own) + 1 == ends else 10 + len(own))
+
+    def read(self, batches: list[ScheduledBatch]) -> None:
+        for batch in batches:
+            for sequence in batch.answered:
+                id = sequence.spec.id
+                if self.scheduler.running.get(id) is not sequence:
+                    continue
+                sequence.pending -= 1
+                sequence.new.append(self.given[id][len(sequence.new)])
+                if reason := finish_reason(sequence, (END,)):
+                    self.finished[id] = reason
+                    self.scheduler.drop(id)
+                    self.here.discard(id)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        if scheduler.lacks_blocks():
+            self.read(self.ahead)
+            self.ahead = []
+            while scheduler.lacks_blocks():
+                scheduler.preempt()
+        for sequence in scheduler.admit():
+            self.given[sequence.spec.id] = list(sequence.new)
+            self.reused += sequence.computed
+        batches = [batch for batch in (scheduler.decode_batch(), scheduler.prefill_batch()) if batch is not None]
+        for batch in batches:
+            if batch.tokens:
+                assert len(batch.sequences) * max(map(len, batch.tokens)) <= scheduler.chunk
+            self.compute(batch)
+        if self.late:
+            batches, self.ahead = self.ahead, batches
+        self.read(batches)
+
+    def check(self, slots: int) -> None:
+        scheduler = self.scheduler
+        used = [sequence.slot for sequence in scheduler.running.values()]
+        assert sorted(used + scheduler.free) == list(range(slots))
+        taken = {block for sequence in scheduler.running.values() for block in sequence.blocks}
+        assert len(taken) + scheduler.blocks.free == scheduler.blocks.count and min(taken, default=RESERVED) >= RESERVED
+        assert {each.spec.id for each in scheduler.waiting} | scheduler.running.keys() == self.here
 
 
-def prompt(id: int, length: int) -> tuple[int, ...]:
-    """No two tokens of all prompts are the same."""
-    return tuple(100 * id + 1000 + at for at in range(length))
-
-
-def live(slots: int, chunk: int, plans: list[Plan]) -> History:
-    """Carry out the plans as an engine would, and check every step."""
-    scheduler, history = Scheduler(slots, chunk), History()
-    here: set[int] = set()  # added, and neither finished nor dropped
-    while history.steps <= max(plan.comes for plan in plans) or scheduler.busy:
+def live(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool) -> Engine:
+    engine = Engine(Scheduler(slots, chunk, BlockPool(blocks + RESERVED)), plans, late)
+    steps = 0
+    while steps <= max(plan.comes for plan in plans) or engine.scheduler.busy or engine.ahead:
         for id, plan in enumerate(plans):
-            if plan.comes == history.steps:
-                scheduler.add(SequenceSpec(id, prompt(id, plan.length), plan.limit, PARAMS))
-                here.add(id)
-            if plan.goes == history.steps:
-                scheduler.drop(id)  # too early, in time, or too late
-                here.discard(id)
-                check_slots(scheduler, slots)
-        step(scheduler, history, here, plans)
-        check_slots(scheduler, slots)
-        assert {job.id for job in scheduler.waiting} | scheduler.running.keys() == here
-        history.steps += 1
-        assert history.steps < 31 + sum(plan.length + plan.limit for plan in plans), "somebody starves"
-    assert not here and scheduler.decode_batch() is None and scheduler.prefill_batch() is None
-    assert sorted(scheduler.free) == list(range(slots))
-    return history
-
-
-def check_slots(scheduler: Scheduler, slots: int) -> None:
-    used = [sequence.slot for sequence in scheduler.running.values()]
-    assert sorted(used + scheduler.free) == list(range(slots))
-
-
-def step(scheduler: Scheduler, history: History, here: set[int], plans: list[Plan]) -> None:
-    for sequence in scheduler.admit():
-        assert (sequence.prefilled, sequence.new) == (0, [])
-        history.admitted.append(sequence.spec.id)
-        history.pieces[sequence.spec.id], history.new[sequence.spec.id] = [], []
-    assert not (scheduler.waiting and scheduler.free)
-    reading = [sequence.spec.id for sequence in scheduler.running.values() if not sequence.new]
-    going_on = {sequence.spec.id for sequence in scheduler.running.values() if sequence.new}
-    fed = {sequence.spec.id: sequence.prefilled for sequence in scheduler.running.values()}
-    later, first = scheduler.decode_batch(), scheduler.prefill_batch()
-    # who has a token gets the next one in every step; of those who read, the oldest or the one of whom least was read
-    assert {sequence.spec.id for sequence in (later.sequences if later else ())} == going_on
-    assert bool(reading) == (first is not None)
-    if first is not None:
-        chosen = [sequence.spec.id for sequence in first.sequences]
-        oldest_first = chosen == reading[: len(chosen)]
-        assert oldest_first or chosen == sorted(reading, key=fed.__getitem__)[: len(chosen)]
-        assert oldest_first or not history.passed_over, "the oldest was passed over twice"
-        history.passed_over = not oldest_first
-    if first is not None:
-        assert len(first.sequences) * max(map(len, first.tokens)) <= scheduler.chunk
-        for sequence, piece in zip(first.sequences, first.tokens, strict=True):
-            history.pieces[sequence.spec.id].append(piece)
-    for work in (later, first):
-        if work is not None:
-            answer(scheduler, history, here, plans, work)
-
-
-def answer(scheduler: Scheduler, history: History, here: set[int], plans: list[Plan], work: ScheduledBatch) -> None:
-    """A token for every sequence whose prompt has been read."""
-    assert work.slots == [sequence.slot for sequence in work.sequences] and len(set(work.slots)) == len(work.slots)
-    for sequence, tokens in zip(work.sequences, work.tokens, strict=True):
-        id, own = sequence.spec.id, history.new[sequence.spec.id]
-        if own:
-            assert tokens == (own[-1],)
-        elif sequence.prefilled < len(sequence.spec.tokens):
-            continue
-        own.append(END if len(own) + 1 == plans[id].ends else 10 + len(own))
-        sequence.new.append(own[-1])
-        if reason := finish_reason(sequence, (END,)):
-            history.finished[id] = reason
-            scheduler.drop(id)
-            here.discard(id)
+            if plan.comes == steps:
+                engine.scheduler.add(SequenceSpec(id, prompt(id, plan), plan.limit, PARAMS))
+                engine.here.add(id)
+            if plan.goes == steps:
+                engine.scheduler.drop(id)  # too early, in time, or too late
+                engine.here.discard(id)
+        engine.step()
+        engine.check(slots)
+        steps += 1
+        assert steps < 100 + 4 * sum(plan.length + plan.limit for plan in plans), "somebody starves"
+    assert not engine.here
+    return engine
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 16), st.lists(PLANS, min_size=1, max_size=20))
-def test_whatever_comes_and_goes(slots: int, chunk: int, plans: list[Plan]) -> None:
-    history = live(slots, chunk, plans)
-    # who came first got a slot first
-    assert history.admitted == sorted(history.admitted, key=lambda id: (plans[id].comes, id))
-    assert len(set(history.admitted)) == len(history.admitted)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(7, 40),
+    st.lists(PLANS, min_size=1, max_size=20),
+    st.booleans(),
+)
+def test_whatever_comes_and_goes(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool) -> None:
+    engine = live(slots, chunk, blocks, plans, late)
     for id, plan in enumerate(plans):
-        cut = [prompt(id, plan.length)[at : at + chunk] for at in range(0, plan.length, chunk)]
-        pieces, new = history.pieces.get(id, []), history.new.get(id, [])
-        assert pieces == cut[: len(pieces)]  # in order, and as they would be alone
-        if new:
-            assert pieces == cut
-        if plan.goes is None or id in history.finished:
+        if plan.goes is None or id in engine.finished:
             ends = plan.ends if plan.ends is not None and plan.ends <= plan.limit else None
-            assert len(new) == (ends or plan.limit)
-            assert history.finished[id] == ("stop" if ends else "length")
+            count = ends or plan.limit
+            assert engine.given[id][:count] == [END if at + 1 == ends else 10 + at for at in range(count)]
+            assert engine.finished[id] == ("stop" if ends else "length")
+
+
+def test_a_full_cache_preempts_the_last_and_loses_nothing() -> None:
+    plans = [Plan(0, 10, 80, None, None, 0) for _ in range(4)]
+    engine = live(4, 64, 12, plans, late=True)
+    assert engine.scheduler.preemptions > 0 and all(len(engine.given[id]) == 80 for id in range(4))
+    roomy = live(4, 64, 40, plans, late=True)
+    assert roomy.scheduler.preemptions == 0
+
+
+def test_equal_beginnings_are_read_once() -> None:
+    plans = [Plan(5 * id, 50, 2, None, None, 48) for id in range(3)]
+    engine = live(3, 64, 40, plans, late=False)
+    assert engine.reused == 2 * 48
+    whole = live(3, 64, 40, [Plan(5 * id, 48, 2, None, None, 48) for id in range(3)], late=False)
+    assert whole.reused == 2 * 32  # the last token is read in any case: its logits are needed
+
+
+def test_what_is_spoilt_is_not_shared() -> None:
+    pool = BlockPool(RESERVED + 4)
+    (name,) = names_of(range(BLOCK))
+    block = pool.take()
+    pool.name(block, name)
+    pool.share([block])
+    assert pool.find([name]) == [block] and pool.spoil([block]) == [] and pool.find([name]) == []
+    pool.give_back([block])
+    assert pool.spoil([block]) == [block] and pool.free == 3
+    pool.give_back([block])
+    assert pool.free == 4
+
+
+def test_names_depend_on_all_that_came_before() -> None:
+    one, two = list(names_of(range(3 * BLOCK))), list(names_of([1, *range(1, 3 * BLOCK)]))
+    assert len(one) == 3 and not set(one) & set(two)
+    assert list(names_of(range(2 * BLOCK + 5))) == one[:2]
+
+
+def test_unused_blocks_keep_what_they_hold_until_others_are_gone() -> None:
+    pool = BlockPool(RESERVED + 2)
+    first, second = pool.take(), pool.take()
+    names = list(names_of(range(2 * BLOCK)))
+    for block, name in zip((first, second), names, strict=True):
+        pool.name(block, name)
+    pool.give_back([first, second])
+    assert pool.free == 2 and pool.find(names) == [first, second]
+    assert pool.take() == second and pool.find(names) == [first]  # the end of a text goes before its beginning
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 50), st.integers(1, 8))
 def test_alone(chunk: int, length: int, limit: int) -> None:
     """A step per piece, then a step per token, the first of which comes with the last piece."""
-    history = live(3, chunk, [Plan(0, length, limit, None, None)])
-    assert history.steps == -(-length // chunk) + limit - 1
+    scheduler = Scheduler(3, chunk, BlockPool(RESERVED + 8))
+    engine = Engine(scheduler, [Plan(0, length, limit, None, None, 0)], late=False)
+    scheduler.add(SequenceSpec(0, tuple(range(100, 100 + length)), limit, PARAMS))
+    steps = 0
+    while scheduler.busy:
+        engine.step()
+        steps += 1
+    assert steps == -(-length // chunk) + limit - 1
+
+
+def started(*lengths: int, slots: int = 8, chunk: int = 12) -> Scheduler:
+    scheduler = Scheduler(slots, chunk, BlockPool(200))
+    for id, length in enumerate(lengths):
+        scheduler.add(SequenceSpec(id, tuple(1000 * id + at for at in range(length)), 1, PARAMS))
+    scheduler.admit()
+    return scheduler
 
 
 def test_short_prompts_share_a_pass() -> None:
-    scheduler = Scheduler(slots=8, chunk=12)
-    for id, length in enumerate((4, 3, 4, 1, 30, 2)):
-        scheduler.add(SequenceSpec(id, prompt(id, length), 1, PARAMS))
-    scheduler.admit()
-    first = scheduler.prefill_batch()
+    first = started(4, 3, 4, 1, 30, 2).prefill_batch()
     assert first is not None and [len(piece) for piece in first.tokens] == [4, 3, 4]
 
 
 def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
-    scheduler = Scheduler(slots=2, chunk=4)
-    for id, length in enumerate((400, 3)):
-        scheduler.add(SequenceSpec(id, prompt(id, length), 1, PARAMS))
-        scheduler.admit()
+    scheduler = started(400, 3, slots=2, chunk=4)
     passes = [scheduler.prefill_batch(), scheduler.prefill_batch()]
     assert [[sequence.spec.id for sequence in work.sequences] for work in passes if work is not None] == [[0], [1]]
 
 
-def test_the_lowest_slot_is_taken_first_and_unknown_jobs_are_no_error() -> None:
-    scheduler = Scheduler(slots=3, chunk=4)
+def test_the_lowest_slot_is_taken_first_and_unknown_sequences_are_no_error() -> None:
+    scheduler = started(1, 1, 1, slots=3, chunk=4)
     scheduler.drop(5)
-    for id in range(3):
-        scheduler.add(SequenceSpec(id, prompt(id, 1), 1, PARAMS))
-    assert [sequence.slot for sequence in scheduler.admit()] == [0, 1, 2]
+    assert [sequence.slot for sequence in scheduler.running.values()] == [0, 1, 2]
     for id in (2, 0, 0):
         scheduler.drop(id)
-    scheduler.add(SequenceSpec(3, prompt(3, 1), 1, PARAMS))
+    scheduler.add(SequenceSpec(3, (1,), 1, PARAMS))
     assert [sequence.slot for sequence in scheduler.admit()] == [0] and scheduler.free == [2]
+
+
+@pytest.mark.parametrize(
+    "params, new, reason",
+    [
+        (SamplingParams(), [3, END], "stop"),
+        (SamplingParams(ignore_eos=True), [3, END], None),
+        (SamplingParams(stop_token_ids=(3,)), [3], "stop"),
+        (SamplingParams(stop_token_ids=(3,), ignore_eos=True), [3], "stop"),
+        (SamplingParams(min_tokens=3), [3, END], None),
+        (SamplingParams(min_tokens=2), [3, END], "stop"),
+        (SamplingParams(ignore_eos=True), [END] * 9, "length"),
+    ],
+)
+def test_why_a_sequence_ends(params: SamplingParams, new: list[int], reason: str | None) -> None:
+    sequence = RunningSequence(SequenceSpec(0, (1, 2), 9, params), new=new)
+    assert finish_reason(sequence, (END,)) == reason

@@ -18,7 +18,7 @@ import ladder.comm.symmetric, ladder.engine.llm, ladder.bench.one_rank, ladder.b
 assert not PRESENT
 model = load(Decoder(ModelConfig.named("tiny")), Random())
 forward = Forward(model, model.new_cache(1, 8), References())
-logits, best = forward.decode(*torch.tensor([[5], [0], [0]]))
+logits = forward.decode(*torch.tensor([[5], [0], [0]]))
 assert torch.allclose(logits, model(torch.tensor([[5]]))[0], atol=1e-5)
 import sys
 assert "triton" not in sys.modules

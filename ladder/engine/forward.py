@@ -86,23 +86,22 @@ class Forward:
         blocks = [layer.mlp for layer in self.model.layers]
         return all(can_group(block, self.model.embed_tokens.weight) for block in blocks if isinstance(block, ExpertMLP))
 
-    def decode(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each sequence, [batch] like its slot and position: this rank's logits [batch, block], and
-        every rank's argmax [batch, 2 x size]: value and token in turns.
+    def decode(self, tokens: Tensor, slots: Tensor, positions: Tensor, reach: int | None = None) -> Tensor:
+        """One token of each sequence, [batch] like its slot and position: this rank's logits [batch, block]. `reach`:
+        see `Metadata`; none: what the cache has room for.
 
         Nothing here looks at a value: it can be captured in a CUDA graph and replayed with others.
         """
-        model, head = self.model, self.model.lm_head
-        metadata = self._decode.metadata(slots, positions)
-        logits = model.run(self._decode, tokens, metadata, self.cache, None)
-        return logits, model.comm.all_gather(self.launch.argmax(logits, head.start, head.count))
+        metadata = self._decode.metadata(slots, positions, self.cache, reach or self.cache.capacity)
+        return self.model.run(self._decode, tokens, metadata, self.cache, None)
 
-    def advance(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(self, inputs: Tensor, last: Tensor, reach: int | None = None) -> tuple[Tensor, Tensor]:
         """`decode` of [tokens, slots, positions]: this rank's logits, and the likeliest tokens, -1 where they are not
-        finite. `inputs` become those of the next step.
+        finite. `inputs` and `last` become those of the next step.
         """
-        logits, best = self.decode(*inputs)
-        return logits, self.launch.choose(best, inputs[0], inputs[2])
+        tokens, slots, positions = inputs
+        logits = self.decode(tokens, slots, positions, reach)
+        return logits, likeliest(self.model, self.launch, logits, tokens, positions, slots, last)
 
     def prefill(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
         """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each one's `last`, [batch, block]."""
@@ -118,5 +117,15 @@ class Forward:
         look only at themselves, so nothing depends on the slots but where their keys and values go.
         """
         rows = torch.arange(len(last), device=last.device) * tokens.shape[1] + last
-        metadata = replace(beginnings, slots=slots.contiguous())  # kernels go by addresses: no expanded views
+        # kernels go by addresses: no expanded views
+        metadata = replace(beginnings, slots=slots.contiguous(), tables=self.cache.tables)
         return self.model.run(self._prefill, tokens.flatten(), metadata, self.cache, rows)
+
+
+def likeliest(
+    model: Decoder, launch: Launch, logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor
+) -> Tensor:
+    """The greedy choice from every rank's logits, see `choose`."""
+    head = model.lm_head
+    best = model.comm.all_gather(launch.argmax(logits, head.start, head.count))
+    return launch.choose(best, tokens, positions, slots, last)

@@ -2,7 +2,8 @@
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 from ladder.engine.forward import Forward, Schedule
+from ladder.kernels.table import MOST
+from ladder.layers.cache import BLOCK, KVCache
 
 WARM_UP, TIMED = 3, 9  # replays of a graph that is one of several
+STEP = 32  # between the sizes of batches that our matrix kernels do not take
+NEAREST, FURTHER = 2048, 4  # positions that kernels are chosen for: the fewest, and how many times as many come next
 SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
 
 T = TypeVar("T")
@@ -19,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class Graphs:
-    """`forward`'s passes. A batch is filled up to a power of two with rows for `spare`, a slot of the cache that no
-    sequence has; a prompt is filled up to a power of two at its end.
+    """`forward`'s passes. A batch is filled up to the next of a few sizes with rows for `spare`, a slot of the cache
+    that no sequence has; a prompt is filled up to a power of two at its end.
     """
 
     def __init__(
@@ -28,32 +33,30 @@ class Graphs:
         forward: Forward,
         spare: int,
         schedules: Sequence[Schedule] = (),
-        chosen: dict[int, Schedule] | None = None,
+        last: Tensor | None = None,
     ) -> None:
         """Of several `schedules` (none: those that may be the fastest), decode steps of each size have the one that is
-        fastest there. It is noted in `chosen`, by size; what is there already is not tried again.
+        fastest there. `last`: by slot, where the newest tokens go.
         """
-        self._chosen = {} if chosen is None else chosen
         self._forward = forward
         self._spare = spare
         self._schedules = schedules
-        self._captured: dict[int, _Captured] = {}
+        device = forward.cache.keys[0].device
+        self._newest = torch.zeros(spare + 1, dtype=torch.long, device=device) if last is None else last
+        self._captured: dict[tuple[int, int], _Captured] = {}
         self._prompts: dict[int, _CapturedPrompt] = {}
-        self._last: _Captured | None = None
+        self._last: tuple[_Captured, tuple[object, ...], list[int]] | None = None
 
-    def step(self, tokens: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> "Decoded":
-        """One token of each sequence."""
-        count = len(tokens)
-        bucket = 1 << (count - 1).bit_length()
-        fill = bucket - count
-        rows = [[*tokens, *[0] * fill], [*slots, *[self._spare] * fill], [*positions, *[0] * fill]]
-        self._last = self.captured(bucket)
-        return self._last.decode(torch.tensor(rows), count)
-
-    def next_step(self, count: int) -> "Decoded":
-        """The step after the last one, of the same sequences, each with the token that was the likeliest there."""
-        assert self._last is not None
-        return self._last.decode(None, count)
+    def step(self, sequences: Sequence[object], slots: Sequence[int], positions: Sequence[int]) -> "Step":
+        """One token of each sequence: the newest of its slot, at its position."""
+        count = len(slots)
+        captured = self.captured(bucket(count), reach(max(positions) + 1))
+        expected = self._last is not None and self._last[0] is captured and self._last[1] == tuple(sequences)
+        if not expected or self._last is None or self._last[2] != list(positions):
+            fill = captured.bucket - count
+            captured.fill([*slots, *[self._spare] * fill], [*positions, *[0] * fill])
+        self._last = (captured, tuple(sequences), [position + 1 for position in positions])
+        return captured.step(count)
 
     def prompt(self, tokens: Sequence[int], slot: int) -> Tensor:
         """The logits [1, block] after a prompt of up to LONGEST tokens in a slot that holds nothing yet."""
@@ -67,29 +70,63 @@ class Graphs:
         """What a prompt of `count` tokens is filled up to; the cache must have room for so many."""
         return max(SHORTEST, 1 << (count - 1).bit_length())
 
-    def captured(self, bucket: int) -> "_Captured":
-        if bucket not in self._captured:
-            self._captured[bucket] = self._fastest(bucket)
-        return self._captured[bucket]
+    def captured(self, bucket: int, reach: int | None = None) -> "_Captured":
+        """Of a batch of this size, with kernels for sequences of up to `reach` positions (none: the cache's)."""
+        key = (bucket, reach or self._forward.cache.capacity)
+        if key not in self._captured:
+            self._captured[key] = self._fastest(*key)
+        return self._captured[key]
 
-    def _fastest(self, bucket: int) -> "_Captured":
-        schedules = [self._chosen[bucket]] if bucket in self._chosen else self._schedules or self._forward.schedules()
-        found = [_Captured(self._forward.scheduled(each), bucket, self._spare) for each in schedules]
+    def _fastest(self, bucket: int, reach: int) -> "_Captured":
+        schedules = self._schedules or self._forward.schedules()
+        forwards = [self._forward.scheduled(each) for each in schedules]
+        found = [_Captured(each, bucket, reach, self._spare, self._newest) for each in forwards]
         if len(found) == 1:
             return found[0]
-        comm = self._forward.model.comm
-        position = self._forward.cache.capacity // 2
-        mine = torch.tensor(
-            [[each.milliseconds(position) for each in found]], device=self._forward.cache.keys[0].device
-        )
+        comm, cache = self._forward.model.comm, self._forward.cache
+        position = min(reach, cache.capacity) // 2
+        with _long_spare(cache, self._spare, position):
+            mine = torch.tensor([[each.milliseconds(position) for each in found]], device=cache.keys[0].device)
         # the same choice on all ranks, by the slowest of them
         times = comm.all_gather(mine).view(comm.size, -1).amax(0).tolist()
         best = min(range(len(found)), key=lambda number: times[number])
-        self._chosen[bucket] = schedules[best]
         told = "; ".join(f"{each} {ms:.3f} ms" for each, ms in zip(schedules, times, strict=True))
         if comm.rank == 0:
-            logger.info("decode steps of %d sequences: %s, the fastest of %s", bucket, schedules[best], told)
+            logger.info(
+                "decode steps of %d sequences at position %d: %s, the fastest of %s",
+                bucket,
+                position,
+                schedules[best],
+                told,
+            )
         return found[best]
+
+
+def bucket(count: int) -> int:
+    """What a batch of `count` sequences is filled up to."""
+    return 1 << (count - 1).bit_length() if count <= MOST else -(-count // STEP) * STEP
+
+
+def reach(positions: int) -> int:
+    """Up to how many positions the kernels for this many are chosen for."""
+    found = NEAREST
+    while found < positions:
+        found *= FURTHER
+    return found
+
+
+@contextmanager
+def _long_spare(cache: KVCache, spare: int, position: int) -> Iterator[None]:
+    """Meanwhile the spare slot reads others' blocks up to a position, as a sequence of its own would. At that position
+    it writes, to a block of its own.
+    """
+    before = cache.tables[spare].clone()
+    count = min(position // BLOCK, len(before))
+    cache.tables[spare, :count] = torch.arange(count, device=before.device, dtype=torch.int32) % cache.blocks
+    try:
+        yield
+    finally:
+        cache.tables[spare] = before
 
 
 def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -108,50 +145,41 @@ def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CU
 
 
 @dataclass(frozen=True)
-class Decoded:
+class Step:
     """What a decode step gives, perhaps later. No other kernel may have to be loaded before it is complete, see
-    `Flagged.for_kernel`: wait for it before anything new is launched.
+    `Flagged.for_kernel`. The next step overwrites all of it.
     """
 
-    logits: Tensor  # [sequences, block]; the next step overwrites them
-    _chosen: Tensor  # on the host
-    _done: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
-
-    def tokens(self) -> list[int | None]:
-        """The likeliest of every sequence; None where its logits are not finite."""
-        self.wait()
-        return [None if token < 0 else token for token in self._chosen.tolist()]
+    logits: Tensor  # [sequences, block]
+    chosen: Tensor  # [sequences], the likeliest; -1 where the logits are not finite
+    inputs: Tensor  # [tokens, slots, positions], [3, sequences]: those of the next step
 
 
 class _Captured:
-    def __init__(self, forward: Forward, bucket: int, spare: int) -> None:
+    def __init__(self, forward: Forward, bucket: int, reach: int, spare: int, last: Tensor) -> None:
         self.forward = forward  # the graph has the addresses of its kernels' scratch memory and flags
+        self.bucket = bucket
         device = forward.cache.keys[0].device
+        self._newest = last
         self._inputs = torch.zeros(3, bucket, dtype=torch.long, device=device)
         self._inputs[1] = spare
-        self._graph, self._results = _capture(lambda: forward.advance(self._inputs), device)
-        # in turns: a step may begin before the tokens of the one before it are read
-        self._hosts = [torch.zeros(bucket, dtype=torch.long, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._graph, self._results = _capture(lambda: forward.advance(self._inputs, last, reach), device)
 
     def replay(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         self._inputs.copy_(rows)
         self._graph.replay()
         return self._results
 
-    def decode(self, rows: Tensor | None, count: int) -> Decoded:
-        """A step of these rows of inputs, or of those that the last step left."""
-        if rows is not None:
-            self._inputs.copy_(rows)
+    def fill(self, slots: Sequence[int], positions: Sequence[int]) -> None:
+        """The inputs of the next step, with the newest token of each slot."""
+        rows = torch.tensor([slots, positions], pin_memory=self._inputs.is_cuda)
+        self._inputs[1:].copy_(rows, non_blocking=True)
+        torch.index_select(self._newest, 0, self._inputs[1], out=self._inputs[0])
+
+    def step(self, count: int) -> Step:
         self._graph.replay()
         logits, chosen = self._results
-        self._hosts.reverse()
-        self._hosts[0].copy_(chosen, non_blocking=True)
-        done = torch.cuda.current_stream(chosen.device).record_event() if chosen.is_cuda else None
-        return Decoded(logits[:count], self._hosts[0][:count], done)
+        return Step(logits[:count], chosen[:count], self._inputs[:, :count])
 
     def milliseconds(self, position: int) -> float:
         """Of a step whose sequences stand there; they are no sequence's."""
@@ -174,6 +202,7 @@ class _CapturedPrompt:
         self._width = width
         self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
         self._inputs[1] = spare
+        self._spare = spare
         self._last = torch.zeros(1, dtype=torch.long, device=device)
         self._beginnings = forward.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
 
@@ -183,8 +212,9 @@ class _CapturedPrompt:
         self._graph, self._results = _capture(step, device)
 
     def replay(self, tokens: Sequence[int], slot: int) -> Tensor:
-        filled = [*tokens, *[0] * (self._width - len(tokens))]
-        self._inputs.copy_(torch.tensor([filled, [slot] * self._width]))
+        fill = self._width - len(tokens)  # whose keys and values go to the spare slot
+        rows = [[*tokens, *[0] * fill], [*[slot] * len(tokens), *[self._spare] * fill]]
+        self._inputs.copy_(torch.tensor(rows, pin_memory=self._inputs.is_cuda), non_blocking=True)
         self._last.fill_(len(tokens) - 1)
         self._graph.replay()
         return self._results

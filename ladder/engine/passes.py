@@ -1,4 +1,6 @@
-"""How a forward pass is computed: by the decoder's own layers, by kernels, or by a CUDA graph of them."""
+"""How a forward pass is computed: by the decoder's own layers, by kernels, or by a CUDA graph of them; and how the next
+tokens are chosen from it.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -6,61 +8,130 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ladder.engine.forward import Forward, Schedule
-from ladder.engine.graphs import LONGEST, Decoded, Graphs
-from ladder.engine.scheduler import ScheduledBatch
-from ladder.errors import LadderError
-from ladder.kernels.launch import Launch
+from ladder.comm.signalled import Signalled
+from ladder.engine.forward import Forward, likeliest
+from ladder.engine.graphs import LONGEST, Graphs
+from ladder.engine.sampling import Chosen, Sampler
+from ladder.engine.scheduler import RunningSequence, ScheduledBatch
+from ladder.kernels.launch import Launch, References
 from ladder.kernels.table import MOST
+from ladder.layers.cache import SPARE
 from ladder.model import Decoder
 
 
 class Passes:
-    """A model's passes over a cache of its own, which grows with the longest request."""
+    """A model's passes over a cache of its own."""
 
-    def __init__(self, model: Decoder, slots: int, launch: Launch | None = None, graphs: bool = False) -> None:
+    def __init__(
+        self, model: Decoder, slots: int, blocks: int, launch: Launch | None = None, graphs: bool = False
+    ) -> None:
         """With `launch` the passes are the kernels'; with `graphs` decoding steps are replayed from CUDA graphs, which
-        the model's communicator must allow.
+        the model's communicator must allow. The cache has `blocks` blocks.
         """
+        config = model.config
         self._model = model
-        self._slots = slots
-        self._with_graphs = graphs
+        self._launch: Launch = launch or References()
         # one slot more, for what fills up a graph's batch
-        self.cache = model.new_cache(slots + graphs, min(256, model.config.context))
-        self._forward = None if launch is None else Forward(model, self.cache, launch)
-        self._graphs: Graphs | None = None
-        self._chosen: dict[int, Schedule] = {}  # the fastest schedules, by the size of a batch
-
-    def can_go_on(self, slots: Sequence[int]) -> bool:
-        """Whether `next_step` can follow a decode step of `slots`, which `cache` already counts."""
-        room = all(self.cache.lengths[slot] < self.cache.capacity for slot in slots)
-        return self._graphs is not None and room
-
-    def next_step(self, count: int) -> Decoded:
-        """The step after a decode step of `count` sequences, begun before that one's tokens are known here."""
-        assert self._graphs is not None
-        with self._on_device():
-            return self._graphs.next_step(count)
-
-    def compute(self, work: ScheduledBatch) -> tuple[Tensor, Decoded | None]:
-        """This rank's logits of every sequence's last token, [sequences, block]; for a decode step by kernels also
-        the likeliest tokens.
-        """
-        width = max(map(len, work.tokens))
-        starts = [self.cache.lengths[slot] for slot in work.slots]
-        alone = self._with_graphs and starts == [0] and width <= LONGEST
-        self._make_room(Graphs.width(width) if alone else max(starts) + width)
+        self.cache = model.new_cache(slots + 1, config.context, blocks)
         device = self.cache.keys[0].device
+        self._sampler = Sampler(slots + 1, config.vocab, config.eos, device, self._launch)
+        self._forward = None if launch is None else Forward(model, self.cache, launch)
+        self._graphs = None
+        if graphs:
+            assert self._forward is not None
+            self._graphs = Graphs(self._forward, slots, last=self._sampler.last)
+        # kernels that poll flags: nothing may have to be loaded while they run, see `Flagged.for_kernel`
+        self.polls = isinstance(model.comm, Signalled)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether passes are computed while this process goes on."""
+        return self._graphs is not None
+
+    def begin(self, sequence: RunningSequence) -> None:
+        """A sequence has got a slot."""
         with self._on_device():
-            if self._forward is not None and width == 1 and len(work.sequences) <= MOST:
-                return self._step(self._forward, work)
-            if self._forward is not None and alone and self._forward.capturable:
-                return self._captured(self._forward).prompt(work.tokens[0], work.slots[0]), None
+            self.cache.tables[sequence.slot] = SPARE  # what fills up its pieces of a prompt is written there
+            self._sampler.begin(sequence)
+
+    def move(self, sequences: Sequence[RunningSequence]) -> None:
+        """The blocks of these sequences have changed."""
+        tables = self.cache.tables
+        slots = [each.slot for each in sequences for _ in each.blocks]
+        columns = [number for each in sequences for number in range(len(each.blocks))]
+        blocks = [block for each in sequences for block in each.blocks]
+        given = torch.tensor([slots, columns, blocks], pin_memory=tables.is_cuda)
+        with self._on_device():
+            rows = given.to(tables.device, non_blocking=True)
+            tables.index_put_((rows[0], rows[1]), rows[2].int())
+
+    def erase(self, blocks: Sequence[int]) -> None:
+        """What these blocks hold may not be finite."""
+        with self._on_device():
+            self.cache.erase(blocks)
+
+    def compute(self, work: ScheduledBatch) -> Chosen:
+        """The next token of every sequence, perhaps later; where a prompt has not been read to its end, nothing."""
+        with self._on_device():
+            for slot, start in zip(work.slots, work.starts, strict=True):
+                self.cache.lengths[slot] = start
+            return self._prefill(work) if work.tokens else self._decode(work)
+
+    def _decode(self, work: ScheduledBatch) -> Chosen:
+        device = self.cache.keys[0].device
+        if self._graphs is not None:
+            step = self._graphs.step(work.sequences, work.slots, work.starts)
+            return self._choose(step.logits, work.sequences, step.inputs, step.chosen)
+        slots, positions = torch.tensor([work.slots, work.starts], device=device)
+        inputs = torch.stack([self._sampler.last[slots], slots, positions])
+        if self._forward is not None and len(slots) <= MOST:
+            logits, chosen = self._forward.advance(inputs, self._sampler.last)
+            return self._choose(logits, work.sequences, inputs, chosen)
+        ids, last = inputs[0].unsqueeze(1), torch.zeros(len(slots), dtype=torch.long, device=device)
+        logits = self._logits(ids, last, work.slots)
+        return self._choose(logits, work.sequences, inputs)
+
+    def _prefill(self, work: ScheduledBatch) -> Chosen:
+        device = self.cache.keys[0].device
+        width = max(map(len, work.tokens))
+        graphs, forward = self._graphs, self._forward
+        if graphs and forward and forward.capturable and work.starts == (0,) and width <= LONGEST:
+            logits = graphs.prompt(work.tokens[0], work.slots[0])
+        else:
             ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in work.tokens], device=device)
             last = torch.tensor([len(piece) - 1 for piece in work.tokens], device=device)
-            if self._forward is not None:
-                return self._forward.prefill(ids, last, work.slots), None
-            return self._model(ids, self.cache, last, work.slots)[:, 0], None
+            logits = self._logits(ids, last, work.slots)
+        ended = [number for number, each in enumerate(work.sequences) if each in work.answered]
+        if len(ended) < len(work.sequences):
+            logits = logits[ended]
+        newest = [work.starts[number] + len(work.tokens[number]) - 1 for number in ended]
+        rows = [[0] * len(ended), [work.slots[number] for number in ended], newest]
+        return self._choose(logits, work.answered, torch.tensor(rows, device=device))
+
+    def _logits(self, ids: Tensor, last: Tensor, slots: list[int]) -> Tensor:
+        if self._forward is not None:
+            return self._forward.prefill(ids, last, slots)
+        logits: Tensor = self._model(ids, self.cache, last, slots)
+        return logits[:, 0]
+
+    def _choose(
+        self, logits: Tensor, sequences: Sequence[RunningSequence], inputs: Tensor, chosen: Tensor | None = None
+    ) -> Chosen:
+        """`chosen`: the likeliest tokens, where they are known and `inputs` are those of the next step already."""
+        tokens, slots, positions = inputs
+        if not sequences:
+            return Chosen(slots.cpu(), None)
+        if chosen is None:
+            chosen = likeliest(self._model, self._launch, logits, tokens, positions, slots, self._sampler.last)
+        logprobs = None
+        if self._sampler.gathers(sequences):
+            full = self._model.comm.all_gather(logits).float()
+            logprobs = self._sampler.redo(full, sequences, slots, positions, tokens, chosen)
+        if not chosen.is_cuda:
+            return Chosen(chosen.clone(), logprobs)
+        host = _to_host(chosen)
+        copies = None if logprobs is None else tuple(map(_to_host, logprobs))
+        return Chosen(host, copies, torch.cuda.current_stream(chosen.device).record_event())  # type: ignore[arg-type]
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -69,31 +140,8 @@ class Passes:
         with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
 
-    def _step(self, forward: Forward, work: ScheduledBatch) -> tuple[Tensor, Decoded]:
-        tokens = [piece[0] for piece in work.tokens]
-        positions = [self.cache.lengths[slot] for slot in work.slots]
-        if not self._with_graphs:
-            inputs = torch.tensor([tokens, work.slots, positions], device=self.cache.keys[0].device)
-            logits, chosen = forward.advance(inputs)
-            return logits, Decoded(logits, chosen.cpu())
-        decoded = self._captured(forward).step(tokens, work.slots, positions)
-        return decoded.logits, decoded
 
-    def _captured(self, forward: Forward) -> Graphs:
-        self._graphs = self._graphs or Graphs(forward, self._slots, chosen=self._chosen)
-        return self._graphs
-
-    def _make_room(self, positions: int) -> None:
-        if positions <= self.cache.capacity:
-            return
-        capacity = 1 << (positions - 1).bit_length()
-        self._graphs = None  # they have the old cache's addresses
-        try:
-            self.cache.grow(capacity)
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):  # the CPU's word for it
-                raise  # another fault of the GPU
-            raise LadderError(
-                f"no memory for a cache of {self._slots} requests of {capacity} tokens: "
-                "lower --max-num-seqs or --max-new-tokens"
-            ) from None
+def _to_host(x: Tensor) -> Tensor:
+    """The values of a tensor once what has been launched so far is complete."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)

@@ -1,40 +1,144 @@
-"""Sampling: how the next token is chosen."""
+"""Sampling: what is known of every slot's sequence on the device, and how its next token is chosen there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ladder.engine.options import SamplingParams
+from ladder.engine.requests import TokenLogprobs
+from ladder.engine.scheduler import RunningSequence
+from ladder.kernels.launch import Kernels, Launch
+from ladder.kernels.sampling.adjust import ENDS, ONCE, PROMPT
+from ladder.kernels.sampling.sample import ARGMAX, COLUMNS, DRAW, SKIP, Scratch
+
+COLDEST = 1e-20  # a temperature that is still a number when something is divided by it
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The next tokens of a pass, perhaps not computed yet. The tensors are on the host."""
+
+    _tokens: Tensor  # [sequences]; -1: its logits are not finite
+    _logprobs: tuple[Tensor, Tensor, Tensor] | None  # of the tokens; of the likeliest, and which these are
+    _done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+
+    def tokens(self) -> list[int | None]:
+        """None where the logits are not finite."""
+        self.wait()
+        return [None if token < 0 else token for token in self._tokens.tolist()]
+
+    def logprobs(self, number: int, token: int, count: int) -> TokenLogprobs:
+        """Of sequence `number`, which asks for `count` of the likeliest."""
+        assert self._logprobs is not None
+        own, top, ids = self._logprobs
+        likeliest = zip(ids[number, :count].tolist(), top[number, :count].tolist(), strict=True)
+        return TokenLogprobs(token, float(own[number]), tuple(likeliest))
 
 
 class Sampler:
-    """Chooses one request's tokens, with random numbers of its own: a result does not depend on other requests."""
+    """The sampling parameters and newest tokens of `slots` slots, on the device."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
+    def __init__(self, slots: int, vocab: int, eos: Sequence[int], device: torch.device, launch: Launch) -> None:
+        self._vocab = vocab
+        self._eos = eos
+        self._launch = launch
+        self._device = device
+        self.last = torch.zeros(slots, dtype=torch.long, device=device)  # the newest tokens
+        self._params = torch.zeros(slots, COLUMNS, device=device)
+        self._numbers = torch.zeros(2, slots, dtype=torch.long, device=device)  # seeds; positions up to which none ends
+        self._known: Tensor | None = None  # [slots, vocab] int32, see `adjust`; made when a request needs it
+        self._bias: Tensor | None = None
+        self._scratch = Scratch.of(slots, device) if isinstance(launch, Kernels) else None
 
-    def choose(self, logits: Tensor) -> int | None:
-        """`logits` [vocab] -> the next token; None where they are not finite."""
-        if not bool(logits.max().isfinite()):  # NaN wins every comparison here
+    def begin(self, sequence: RunningSequence) -> None:
+        """A sequence has got a slot."""
+        slot, params = sequence.slot, sequence.spec.params
+        until = len(sequence.spec.tokens) + params.min_tokens
+        self._params[slot] = torch.tensor(_columns(params)).to(self._device, non_blocking=True)
+        numbers = torch.tensor([params.seed or 0, until if params.min_tokens else 0])
+        self._numbers[:, slot] = numbers.to(self._device, non_blocking=True)
+        if params.adjusts:
+            self._begin_adjusting(sequence)
+        elif self._bias is not None:
+            self._bias[slot] = 0
+
+    def _begin_adjusting(self, sequence: RunningSequence) -> None:
+        slot, params, shape = sequence.slot, sequence.spec.params, (len(self.last), self._vocab)
+        if self._known is None:
+            self._known = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        new = torch.tensor(sequence.new, dtype=torch.long)
+        known = torch.bincount(new, minlength=self._vocab).int() * ONCE
+        known[torch.tensor(sequence.spec.tokens).unique()] |= PROMPT
+        ends = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos)]
+        known[torch.tensor(ends, dtype=torch.long)] |= ENDS
+        self._known[slot] = known.to(self._device, non_blocking=True)
+        if params.logit_bias and self._bias is None:
+            self._bias = torch.zeros(shape, device=self._device)
+        if self._bias is not None:
+            bias = torch.zeros(self._vocab)
+            for token, value in params.logit_bias:
+                bias[token] += value
+            self._bias[slot] = bias.to(self._device, non_blocking=True)
+
+    def gathers(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether the choice for these sequences needs more than each rank's likeliest token."""
+        return any(not each.spec.params.greedy or each.spec.params.logprobs is not None for each in sequences)
+
+    def redo(
+        self,
+        logits: Tensor,
+        sequences: Sequence[RunningSequence],
+        slots: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        chosen: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Choose again where the likeliest token is not what a sequence wants: `tokens`, `chosen` [sequences] and
+        `last` have been filled with it. `logits` [sequences, all ranks'] are float32; `positions`: the new tokens'.
+        Returns the log-probabilities, if a sequence asks for them.
+        """
+        if any(not each.spec.params.greedy for each in sequences):
+            self._sample(logits, sequences, slots, positions, tokens, chosen)
+        wanted = [each.spec.params.logprobs for each in sequences if each.spec.params.logprobs is not None]
+        if not wanted:
             return None
-        if self._params.temperature == 0:
-            return int(logits.argmax())
-        logits = logits.double().cpu()
-        # the largest becomes 0, so that no temperature can make it infinite; in float64 none divides by zero
-        chances = filtered((logits - logits.max()) / self._params.temperature, self._params.top_k, self._params.top_p)
-        return int(torch.multinomial(chances, 1, generator=self._generator))
+        logits = logits[:, : self._vocab]
+        total = logits.logsumexp(-1, keepdim=True)
+        own = logits.gather(1, chosen.clamp(min=0).unsqueeze(1)) - total
+        top, ids = logits.topk(max(1, *wanted), dim=-1)
+        return own[:, 0], top - total, ids
+
+    def _sample(
+        self,
+        logits: Tensor,
+        sequences: Sequence[RunningSequence],
+        slots: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        chosen: Tensor,
+    ) -> None:
+        seeds, until = self._numbers
+        adjusts = any(each.spec.params.adjusts for each in sequences)
+        if adjusts:
+            assert self._known is not None
+            logits = self._launch.adjust(
+                logits, self._params, self._known, self._bias, until, slots, positions, self._vocab
+            )
+        self._launch.sample(
+            logits, self._params, seeds, slots, positions, chosen, tokens, self.last, self._scratch, self._vocab
+        )
+        if adjusts:
+            assert self._known is not None
+            self._launch.note(self._known, slots, chosen)
 
 
-def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """softmax(logits) of the `top_k` likeliest, of these the smallest set that reaches `top_p`, scaled to 1."""
-    order = logits.argsort(descending=True, stable=True)
-    kept = logits[order][: top_k or None].softmax(-1)
-    before = kept.cumsum(-1) - kept  # the probability of everything likelier
-    inside = before < top_p
-    inside[0] = True  # also for a top_p that rounds to zero
-    kept = kept.where(inside, 0)
-    return torch.zeros_like(logits).scatter(0, order[: len(kept)], kept / kept.sum())
+def _columns(params: SamplingParams) -> list[float]:
+    mode = SKIP if params.greedy else ARGMAX if params.temperature == 0 else DRAW
+    filters = (max(params.temperature, COLDEST), params.top_k, params.top_p, params.min_p)
+    return [mode, *filters, params.repetition_penalty, params.presence_penalty, params.frequency_penalty]

@@ -1,15 +1,24 @@
-"""The scheduler: which sequence is computed when. Every rank runs its own, and all decide alike.
+"""The scheduler: which sequence is computed when, and in which blocks of the cache. Every rank runs its own, and all
+decide alike.
 
 A step is at most two forward passes: a decode batch with the next token of every sequence whose prompt has been read,
 and a prefill batch with a chunk of the prompts that are still being read. How a prompt is cut depends on that prompt
-alone, so the other sequences of a batch change no result.
+and on where its unknown part begins, so the other sequences of a batch change no result.
+
+A step may be scheduled before the tokens of the one before it are known: `pending` counts those of a sequence. Where
+blocks run out, the sequence that came last is preempted: it gives back its blocks, and waits to be read again with all
+the tokens that it has.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ladder.engine.blocks import BlockPool, names_of
 from ladder.engine.options import SamplingParams
+from ladder.layers.cache import BLOCK
+
+AHEAD = 4  # blocks that a sequence is given at once while there are plenty: tables are written less often
 
 
 @dataclass(frozen=True)
@@ -22,22 +31,38 @@ class SequenceSpec:
     params: SamplingParams
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningSequence:
-    """A sequence in a slot of the KV cache."""
+    """A sequence; while it runs it has a slot and blocks of the KV cache."""
 
     spec: SequenceSpec
-    slot: int
-    prefilled: int = 0  # prompt tokens that have been scheduled so far
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    unread: tuple[int, ...] = ()  # what had to be read when it was admitted: its prompt, and after a preemption more
+    names: list[bytes] = field(default_factory=list)  # of the blocks that this fills
+    computed: int = 0  # tokens that have been scheduled so far: their keys and values are, or will be, in the cache
     new: list[int] = field(default_factory=list)
+    pending: int = 0  # tokens that have been scheduled but are not known yet
+
+    @property
+    def reading(self) -> bool:
+        return self.computed < len(self.unread)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its tokens have been scheduled."""
+        return len(self.new) + self.pending >= self.spec.limit
 
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One forward pass: its sequences, and the tokens that each is fed."""
+    """One forward pass: its sequences, from which position on, and for prefill the tokens that each is fed."""
 
     sequences: tuple[RunningSequence, ...]
-    tokens: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...] = ()  # none: every sequence's newest token
+
+    answered: tuple[RunningSequence, ...] = ()  # the sequences that a token is chosen for
 
     @property
     def slots(self) -> list[int]:
@@ -45,43 +70,104 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Sequences wait in order for one of `slots` slots; prompts are read in chunks of at most `chunk` tokens."""
+    """Sequences wait in order for one of `slots` slots and for blocks; prompts are read in chunks of at most `chunk`
+    tokens.
+    """
 
-    def __init__(self, slots: int, chunk: int) -> None:
+    def __init__(self, slots: int, chunk: int, blocks: BlockPool) -> None:
         self.chunk = chunk
-        self.waiting: deque[SequenceSpec] = deque()
+        self.waiting: deque[RunningSequence] = deque()
         self.running: dict[int, RunningSequence] = {}  # by id, in the order they got their slots
+        self.blocks = blocks
+        self.preemptions = 0
         self._least_read_first = False
         self.free = list(range(slots - 1, -1, -1))  # the lowest is taken first: slots in use tend to be neighbours
+        self.moved: dict[int, RunningSequence] = {}  # by slot: sequences whose blocks changed, for the tables
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, spec: SequenceSpec) -> None:
-        self.waiting.append(spec)
+        self.waiting.append(RunningSequence(spec))
 
     def drop(self, id: int) -> None:
         """Forget a sequence that is finished or aborted, running or waiting; an unknown id is no error."""
         if id in self.running:
-            self.free.append(self.running.pop(id).slot)
-            self.free.sort(reverse=True)
+            self._release(self.running.pop(id))
         else:
-            self.waiting = deque(spec for spec in self.waiting if spec.id != id)
+            self.waiting = deque(each for each in self.waiting if each.spec.id != id)
+
+    def _release(self, sequence: RunningSequence) -> None:
+        self.moved.pop(sequence.slot, None)
+        self.free.append(sequence.slot)
+        self.free.sort(reverse=True)
+        self.blocks.give_back(sequence.blocks)
+        sequence.blocks = []
 
     def admit(self) -> list[RunningSequence]:
-        """Give the free slots to waiting sequences; returns those that got one."""
+        """Give free slots and blocks to waiting sequences, in their order; returns those that got them."""
         admitted = []
-        while self.waiting and self.free:
-            running = RunningSequence(self.waiting.popleft(), self.free.pop())
-            self.running[running.spec.id] = running
-            admitted.append(running)
+        while self.waiting and self.free and self._fits(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            sequence.slot = self.free.pop()
+            self.running[sequence.spec.id] = sequence
+            self.moved[sequence.slot] = sequence
+            admitted.append(sequence)
         return admitted
 
+    def _fits(self, sequence: RunningSequence) -> bool:
+        """Take the blocks that a sequence needs for what it has to read and for one more token, if they are free, and
+        if every running sequence could still get one. Beginnings that others have read already are shared.
+        """
+        unread = (*sequence.spec.tokens, *sequence.new)
+        # at least one token is read: its logits are needed
+        sequence.names = list(names_of(unread))
+        shared = self.blocks.find(sequence.names[: (len(unread) - 1) // BLOCK])
+        count = len(unread) // BLOCK + 1
+        needed = count - len(shared) + self.blocks.kept_of(shared)
+        if needed + len(self.running) > self.blocks.free and self.running:
+            return False
+        self.blocks.share(shared)
+        sequence.blocks = [*shared, *(self.blocks.take() for _ in range(count - len(shared)))]
+        sequence.unread, sequence.computed = unread, len(shared) * BLOCK
+        return True
+
+    def preempt(self) -> RunningSequence:
+        """The sequence that came last waits again, before all others. Its tokens must be known."""
+        sequence = self.running.pop(next(reversed(self.running)))
+        assert not sequence.pending
+        self._release(sequence)
+        sequence.unread, sequence.computed, sequence.slot = (), 0, -1
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+        return sequence
+
+    def lacks_blocks(self) -> bool:
+        """Whether the next decode batch needs more blocks than there are."""
+        return sum(self._needs_block(each) for each in self._going_on()) > self.blocks.free
+
+    @staticmethod
+    def _needs_block(sequence: RunningSequence) -> bool:
+        return sequence.computed >= len(sequence.blocks) * BLOCK
+
+    def _going_on(self) -> list[RunningSequence]:
+        return [each for each in self.running.values() if not each.reading and not each.complete]
+
     def decode_batch(self) -> ScheduledBatch | None:
-        """The newest token of every sequence whose prompt has been read."""
-        sequences = sorted((each for each in self.running.values() if each.new), key=lambda each: each.slot)
-        return ScheduledBatch(tuple(sequences), tuple((each.new[-1],) for each in sequences)) if sequences else None
+        """The newest token of every sequence whose prompt has been read, whether it is known or not."""
+        sequences = sorted(self._going_on(), key=lambda each: each.slot)
+        for sequence in sequences:
+            if self._needs_block(sequence):
+                left = -(-(len(sequence.spec.tokens) + sequence.spec.limit) // BLOCK) - len(sequence.blocks)
+                plenty = self.blocks.free > 2 * AHEAD * len(self.running)
+                sequence.blocks += [self.blocks.take() for _ in range(max(1, min(AHEAD if plenty else 1, left)))]
+                self.moved[sequence.slot] = sequence
+        starts = tuple(each.computed for each in sequences)
+        for sequence in sequences:
+            sequence.computed += 1
+            sequence.pending += 1
+        return ScheduledBatch(tuple(sequences), starts, answered=tuple(sequences)) if sequences else None
 
     def prefill_batch(self) -> ScheduledBatch | None:
         """Chunks of prompts, as many as fit `chunk` tokens when all are padded to the longest.
@@ -91,20 +177,30 @@ class Scheduler:
         """
         sequences: list[RunningSequence] = []
         chunks: list[tuple[int, ...]] = []
-        unread = [each for each in self.running.values() if not each.new]
+        unread = [each for each in self.running.values() if each.reading]
         if self._least_read_first:
-            unread.sort(key=lambda each: each.prefilled)
+            unread.sort(key=lambda each: each.computed)
         self._least_read_first = not self._least_read_first and len(unread) > 1
         for sequence in unread:
-            chunk = sequence.spec.tokens[sequence.prefilled : sequence.prefilled + self.chunk]
+            chunk = sequence.unread[sequence.computed : sequence.computed + self.chunk]
             width = max(len(chunk), *map(len, chunks)) if chunks else len(chunk)
             if chunks and width * (len(chunks) + 1) > self.chunk:
                 break
             sequences.append(sequence)
             chunks.append(chunk)
+        starts = tuple(each.computed for each in sequences)
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            sequence.prefilled += len(chunk)
-        return ScheduledBatch(tuple(sequences), tuple(chunks)) if sequences else None
+            self._read(sequence, len(chunk))
+        answered = tuple(each for each in sequences if not each.reading)
+        return ScheduledBatch(tuple(sequences), starts, tuple(chunks), answered) if sequences else None
+
+    def _read(self, sequence: RunningSequence, count: int) -> None:
+        """A pass reads so many tokens of a sequence; what comes after it can share the blocks that they fill."""
+        begin, end = sequence.computed // BLOCK, (sequence.computed + count) // BLOCK
+        sequence.computed += count
+        sequence.pending += not sequence.reading
+        for block, name in zip(sequence.blocks[begin:end], sequence.names[begin:end], strict=True):
+            self.blocks.name(block, name)
 
 
 def finish_reason(sequence: RunningSequence, eos: Sequence[int]) -> str | None:

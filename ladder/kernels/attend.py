@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import let_others_start, product, wait_for_others
+from ladder.kernels.device import cache_line, let_others_start, product, wait_for_others
 from ladder.kernels.rotary import head_gains, rotate_write_reference
 from ladder.kernels.table import Split
 from ladder.layers.attention import Attention
-from ladder.layers.cache import Metadata
+from ladder.layers.cache import BLOCK, Metadata, places
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ def _heads(qkv, at, stride, inside, QS: tl.constexpr):
 
 
 @triton.jit
-def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, parts, weights, arrived, eps, scale,
-            cap, BATCH, CAPACITY, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, tables, out, parts, weights,
+            arrived, eps, scale, cap, BATCH, WIDTH, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+            DP: tl.constexpr,
             HP: tl.constexpr, KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr,
             OFFSET: tl.constexpr, CAP: tl.constexpr, BT: tl.constexpr,
-            SPLITS: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            SPLITS: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     split = tl.program_id(0)
     kv = tl.program_id(1)
     b = tl.program_id(2)
@@ -59,15 +60,19 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
     g = tl.arange(0, GP)
     t = tl.arange(0, BT)
     row = KVHEADS * D
-    start = (tl.load(slots + b).to(tl.int64) * CAPACITY * KVHEADS + kv) * D
+    own = tables + tl.load(slots + b).to(tl.int64) * WIDTH
+    keys += kv * D
+    values += kv * D
     wide = d < D
     low = h < half
     # the newest position comes from the kernel before this one; all others can be had before it has finished
     at = begin + t
     old = (at < tl.minimum(end, n - 1))[:, None]
-    ka = tl.load(keys + start + at[:, None] * row + h[None, :], mask=old & low[None, :], other=0.0)
-    kb = tl.load(keys + start + at[:, None] * row + half + h[None, :], mask=old & low[None, :], other=0.0)
-    v = tl.load(values + start + at[:, None] * row + d[None, :], mask=old & wide[None, :], other=0.0)
+    place = (cache_line(own, at, at < end, BLOCK) * row)[:, None]
+    ka = tl.load(keys + place + h[None, :], mask=old & low[None, :], other=0.0)
+    kb = tl.load(keys + place + half + h[None, :], mask=old & low[None, :], other=0.0)
+    v = tl.load(values + place + d[None, :], mask=old & wide[None, :], other=0.0)
+    newest_place = cache_line(own, n - 1, True, BLOCK) * row
     c = tl.load(cos + b * half + h, mask=low, other=0.0)
     s = tl.load(sin + b * half + h, mask=low, other=0.0)
     if QKNORM:
@@ -96,9 +101,9 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
     new_a = (xa * c - xb * s).to(ka.dtype)
     new_b = (xb * c + xa * s).to(ka.dtype)
     mine = (begin <= n - 1) & (n - 1 < end)
-    tl.store(keys + start + (n - 1) * row + h, new_a, mask=low & mine)
-    tl.store(keys + start + (n - 1) * row + half + h, new_b, mask=low & mine)
-    tl.store(values + start + (n - 1) * row + d, new_v, mask=wide & mine)
+    tl.store(keys + newest_place + h, new_a, mask=low & mine)
+    tl.store(keys + newest_place + half + h, new_b, mask=low & mine)
+    tl.store(values + newest_place + d, new_v, mask=wide & mine)
     top = tl.full([GP], float("-inf"), tl.float32)
     mass = tl.zeros([GP], tl.float32)
     y = tl.zeros([GP, DP], tl.float32)
@@ -111,11 +116,10 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, out, 
         v = tl.where(newest, new_v[None, :], v)
         following = at + BT
         old = (following < tl.minimum(end, n - 1))[:, None]
-        next_a = tl.load(keys + start + following[:, None] * row + h[None, :], mask=old & low[None, :], other=0.0)
-        next_b = tl.load(
-            keys + start + following[:, None] * row + half + h[None, :], mask=old & low[None, :], other=0.0
-        )
-        next_v = tl.load(values + start + following[:, None] * row + d[None, :], mask=old & wide[None, :], other=0.0)
+        place = (cache_line(own, following, following < end, BLOCK) * row)[:, None]
+        next_a = tl.load(keys + place + h[None, :], mask=old & low[None, :], other=0.0)
+        next_b = tl.load(keys + place + half + h[None, :], mask=old & low[None, :], other=0.0)
+        next_v = tl.load(values + place + d[None, :], mask=old & wide[None, :], other=0.0)
         score = product(query_b, tl.trans(kb), product(query_a, tl.trans(ka), nothing, IEEE), IEEE) * scale
         if CAP:  # cap tanh(score / cap); tanh(u) is 2 sigmoid(2 u) - 1
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
@@ -167,27 +171,28 @@ def attend(
     scratch: Scratch,
     pdl: bool,
 ) -> Tensor:
-    """softmax( q K^T scale ) V for one new token of every sequence, over its slot of the cache and itself.
+    """softmax( q K^T scale ) V for one new token of every sequence, over its blocks of the cache and itself.
 
     `qkv` [splits, batch, (heads + 2 kv_heads) * d] is the fused projection's output, to be added up over its splits.
     q and k go through their norms by head where there are any, then they are rotated; k and v are written into the
-    cache, [slots, capacity, kv_heads, d], at the sequence's position. Scores become cap tanh(score / cap) if there is a
+    cache, [positions, kv_heads, d], where the sequence's table says. Scores become cap tanh(score / cap) if there is a
     cap. The positions are split over programs; the one that ends last adds up what all found:
     y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,  m = max_s m_s.
     """
     splits, batch, _ = qkv.shape
-    _, capacity, kv_heads, d = keys.shape
+    _, kv_heads, d = keys.shape
     group = block.heads // kv_heads
     out = torch.empty(batch, block.heads * d, dtype=keys.dtype, device=qkv.device)
     q_gain, k_gain, eps, offset = head_gains(block)
     _attend[(config.splits, kv_heads, batch)](
         qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, keys, values, metadata.slots,
-        metadata.positions, out, scratch.parts, scratch.weights, scratch.arrived, eps, block.scale, block.cap or 1.0,
-        batch, capacity,
+        metadata.positions, metadata.tables, out, scratch.parts, scratch.weights, scratch.arrived, eps, block.scale,
+        block.cap or 1.0, batch, metadata.tables.shape[1],
         G=group, GP=max(16, triton.next_power_of_2(group)), D=d, DP=max(16, triton.next_power_of_2(d)),
         HP=max(16, triton.next_power_of_2(d // 2)), KVHEADS=kv_heads, WINDOW=block.window or 0, QS=splits,
         QKNORM=q_gain is not None, OFFSET=offset, CAP=block.cap is not None, BT=config.positions,
-        SPLITS=config.splits, IEEE=keys.dtype is torch.float32, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        SPLITS=config.splits, IEEE=keys.dtype is torch.float32, BLOCK=BLOCK, PDL=pdl,
+        num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -197,8 +202,10 @@ def attend_reference(qkv: Tensor, block: Attention, metadata: Metadata, keys: Te
     q = rotate_write_reference(qkv.sum(0), block, metadata, keys, values)[:, : block.heads]
     found = []
     for query, slot, position in zip(q, metadata.slots.tolist(), metadata.positions.tolist(), strict=True):
-        seen = slice(max(0, position + 1 - (block.window or position + 1)), position + 1)
-        k, v = (x[slot, seen].repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
+        first = max(0, position + 1 - (block.window or position + 1))
+        seen = torch.arange(first, position + 1, device=keys.device)
+        at = places(metadata.tables, torch.full_like(seen, slot), seen)
+        k, v = (x[at].repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
         scores = torch.einsum("hd,thd->ht", query.to(k.dtype), k).float() * block.scale
         scores = scores if block.cap is None else block.cap * torch.tanh(scores / block.cap)
         found.append(torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1).to(v.dtype), v).flatten())

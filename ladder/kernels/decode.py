@@ -68,11 +68,11 @@ class Decode(FusedReader):
         none = torch.zeros(1, dtype=torch.int32, device=ropes.frequencies.device)
         self._flags = none if self._signalled is None else self._signalled.flags
 
-    def metadata(self, slots: Tensor, positions: Tensor) -> Metadata:
+    def metadata(self, slots: Tensor, positions: Tensor, cache: KVCache, reach: int) -> Metadata:
         """Of rows that stand at `positions` of `slots`; `embed` fills in the angles."""
         ropes, half = self._ropes.frequencies.shape
         cos, sin = (torch.empty(ropes, len(positions), half, device=positions.device) for _ in range(2))
-        return Metadata(slots, positions, cos, sin)
+        return Metadata(slots, positions, cos, sin, cache.tables, reach)
 
     def embed(self, embedding: Embedding, tokens: Tensor, metadata: Metadata) -> Tensor:
         x = self.launch.embed(embedding, tokens, metadata, self._ropes, self._flags)

@@ -44,6 +44,13 @@ def wait_for_flag(flag, need):
 
 
 @triton.jit
+def cache_line(table, position, inside, BLOCK: tl.constexpr):
+    """The line of the KV cache that holds a position of the sequence whose blocks `table` lists."""
+    block = tl.load(table + position // BLOCK, mask=inside, other=0)
+    return block.to(tl.int64) * BLOCK + position % BLOCK
+
+
+@triton.jit
 def product(a, b, c, IEEE: tl.constexpr):
     """a b + c; float32 operands are multiplied as such where IEEE says so."""
     if IEEE:

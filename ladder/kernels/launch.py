@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ladder.errors import LadderError
 from ladder.kernels.activation import activate_rows
-from ladder.kernels.argmax import argmax, argmax_reference, choose, choose_reference
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
@@ -15,6 +14,9 @@ from ladder.kernels.experts.router import route
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
+from ladder.kernels.sampling.adjust import adjust, adjust_reference, note, note_reference
+from ladder.kernels.sampling.argmax import argmax, argmax_reference, choose, choose_reference
+from ladder.kernels.sampling.sample import sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
 from ladder.kernels.table import MOST, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
@@ -36,6 +38,9 @@ class References:
     activate = staticmethod(activate)
     argmax = staticmethod(argmax_reference)
     choose = staticmethod(choose_reference)
+    adjust = staticmethod(adjust_reference)
+    note = staticmethod(note_reference)
+    sample = staticmethod(sample_reference)
 
     def norm_project(
         self, source: Source, norm: Norm | None, weight: Weight, kernel: str, activation: str | None = None,
@@ -101,6 +106,9 @@ class Kernels:
     embed = staticmethod(embed)
     rotate_write = staticmethod(rotate_write)
     activate = staticmethod(activate_rows)
+    adjust = staticmethod(adjust)
+    note = staticmethod(note)
+    sample = staticmethod(sample)
 
     def norm(self, source: Source, norm: Norm | None) -> tuple[Tensor, Tensor]:
         return add_norm(source, norm, pdl=self.pdl and len(source.base) <= MOST)
@@ -146,9 +154,9 @@ class Kernels:
         return out
 
     def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
-        batch, (_, capacity, kv_heads, d) = qkv.shape[1], keys.shape
+        batch, (_, kv_heads, d) = qkv.shape[1], keys.shape
         size = keys.element_size()
-        shape = Shape("attend", _bucket(batch), kv_heads, _bucket(capacity), False, size, self.lanes, self.flags)
+        shape = Shape("attend", _bucket(batch), kv_heads, _bucket(metadata.reach), False, size, self.lanes, self.flags)
         config = self.table[shape]
         assert isinstance(config, Split)
         key = (batch, block.heads, d, config.splits)
@@ -169,8 +177,8 @@ class Kernels:
     def argmax(self, logits: Tensor, first: int, count: int) -> Tensor:
         return argmax(logits, first, count, self.pdl)
 
-    def choose(self, best: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        return choose(best, tokens, positions, self.pdl)
+    def choose(self, best: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor) -> Tensor:
+        return choose(best, tokens, positions, slots, last, self.pdl)
 
     def _config(self, kernel: str, rows: int, weight: Weight, pair: bool) -> Config:
         if weight.dense is None:

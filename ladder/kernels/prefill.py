@@ -50,8 +50,8 @@ class Prefill(FusedReader):
         qkv = self.norms_of_all_heads(stream, block, qkv)
         turned = self.launch.rotate_write(qkv, block, metadata, keys, values).unflatten(0, metadata.shape)
         q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=2)
-        if metadata.seen > metadata.shape[1]:  # what came before is in the cache
-            k, v = keys[metadata.read, : metadata.seen], values[metadata.read, : metadata.seen]
+        if metadata.read is not None:  # what came before is in the cache
+            k, v = keys[metadata.read], values[metadata.read]
         return block.scaled_dot_product(q, k, v, metadata)
 
     def experts(self, stream: ResidualStream, out: Out, block: ExpertMLP, x: Tensor) -> None:

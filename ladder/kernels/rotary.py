@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
+from ladder.kernels.device import cache_line
 from ladder.layers.attention import Attention
-from ladder.layers.cache import Metadata
+from ladder.layers.cache import BLOCK, Metadata, places
 from ladder.layers.rope import rotate
 
 
 @triton.jit
-def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, out, keys, values, eps, CAPACITY,
+def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, keys, values, eps, WIDTH,
                   HEADS: tl.constexpr, KVHEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                  QKNORM: tl.constexpr, OFFSET: tl.constexpr):  # fmt: skip
+                  QKNORM: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     h = tl.arange(0, HP)
     d = tl.arange(0, DP)
@@ -39,7 +40,7 @@ def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, out, keys, va
         v = y * factor * tl.where(is_q, qb, kb)
     z = tl.where(turned, u * c[None, :] + v * s[None, :], x).to(out.dtype.element_ty)
     tl.store(out + line + h[:, None] * D + d[None, :], z, mask=here)
-    at = (tl.load(slots + row) * CAPACITY + tl.load(positions + row)) * KVHEADS * D
+    at = cache_line(tables + tl.load(slots + row) * WIDTH, tl.load(positions + row), True, BLOCK) * KVHEADS * D
     k_at = at + (h - HEADS)[:, None] * D + d[None, :]
     tl.store(keys + k_at, z, mask=here & turned & (h >= HEADS)[:, None])
     tl.store(values + k_at - KVHEADS * D, z, mask=here & (h >= HEADS + KVHEADS)[:, None])
@@ -57,14 +58,14 @@ def rotate_write(qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor
     rotated; k and v go to the cache, too.
     """
     rows, heads = len(qkv), block.heads
-    _, capacity, kv_heads, d = keys.shape
+    _, kv_heads, d = keys.shape
     out = torch.empty(rows, heads + 2 * kv_heads, d, dtype=qkv.dtype, device=qkv.device)
     q_gain, k_gain, eps, offset = head_gains(block)
     _rotate_write[(rows,)](
         qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, metadata.slots, metadata.positions,
-        out, keys, values, eps, capacity, HEADS=heads, KVHEADS=kv_heads,
+        metadata.tables, out, keys, values, eps, metadata.tables.shape[1], HEADS=heads, KVHEADS=kv_heads,
         HP=triton.next_power_of_2(heads + 2 * kv_heads), D=d, DP=triton.next_power_of_2(d),
-        QKNORM=q_gain is not None, OFFSET=offset, num_warps=4,
+        QKNORM=q_gain is not None, OFFSET=offset, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -76,6 +77,7 @@ def rotate_write_reference(qkv: Tensor, block: Attention, metadata: Metadata, ke
         q, k = block.q_norm(q), block.k_norm(k)
     cos, sin = metadata.cos[block.rope], metadata.sin[block.rope]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    keys[metadata.slots, metadata.positions] = k.to(keys.dtype)
-    values[metadata.slots, metadata.positions] = v.to(values.dtype)
+    at = places(metadata.tables, metadata.slots, metadata.positions)
+    keys[at] = k.to(keys.dtype)
+    values[at] = v.to(values.dtype)
     return torch.cat((q, k, v), dim=1)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
@@ -81,8 +82,13 @@ class Attention(nn.Module):
         """softmax( q k^T scale ) v for q, k, v [batch, tokens or positions, heads, d] -> [rows, heads * d]."""
         mask = metadata.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        tokens, seen = q.shape[2], k.shape[2]
         if self.cap is None:
-            causal = mask is None
+            causal = mask is None and tokens == seen
+            if mask is None and 1 < tokens < seen:
+                mask = causal_lower_right(tokens, seen)
+                if not q.is_cuda:
+                    mask = mask._materialize(q.device)
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=True
             )
@@ -90,7 +96,7 @@ class Attention(nn.Module):
             k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
             scores = self.cap * torch.tanh((q @ k.transpose(2, 3)).float() * (self.scale / self.cap))
             if mask is None:
-                mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+                mask = torch.ones(tokens, seen, dtype=torch.bool, device=scores.device).tril(seen - tokens)
             y = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
         return y.transpose(1, 2).flatten(0, 1).flatten(1)
 

@@ -5,46 +5,68 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ladder.config import ModelConfig
 from ladder.layers.rope import RopeTable
 
+BLOCK = 16  # positions of a block
+# blocks that no sequence has: one of zeros, and one that is written where a sequence has no block
+ZEROS, SPARE, RESERVED = 0, 1, 2
+
 
 class KVCache:
-    """Keys and values of the running sequences, a slot for each: [slots, capacity, kv_heads of this rank, head_dim].
+    """Keys and values of the running sequences, in blocks of BLOCK positions: [blocks * BLOCK, kv_heads of this rank,
+    head_dim] for each layer. The slot of a sequence is a row of `tables`, [slots, blocks of the longest sequence]: its
+    blocks in order.
 
     `lengths` says how much of each slot is valid. Beyond that may lie any finite numbers: a token sees only positions
     up to its own, and those have been written by the time it looks.
     """
 
     def __init__(
-        self, config: ModelConfig, size: int, slots: int, capacity: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        size: int,
+        slots: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: int | None = None,
     ) -> None:
-        shape = (slots, capacity, max(1, config.kv_heads // size), config.head_dim)
+        """For sequences of up to `capacity` positions. With `blocks` the caller fills in the tables; without, every
+        slot has as many blocks as it can use.
+        """
+        width = -(-capacity // BLOCK)
+        self.blocks = slots * width if blocks is None else blocks
+        shape = (self.blocks * BLOCK, max(1, config.kv_heads // size), config.head_dim)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+        self.tables = torch.full((slots, width), SPARE, dtype=torch.int32, device=device)
+        if blocks is None:
+            self.tables.copy_(torch.arange(slots * width, device=device).view(slots, width))
         self.lengths = [0] * slots
         self.capacity = capacity
+
+    @staticmethod
+    def block_bytes(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
+        """Of one block, all layers together, on each of `size` ranks."""
+        width = max(1, config.kv_heads // size) * config.head_dim
+        return 2 * config.layers * BLOCK * width * dtype.itemsize
 
     def advance(self, counts: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """`counts[i]` more tokens of slot `slots[i]` are valid; without `slots`: of slot i."""
         for slot, count in zip(range(len(self.lengths)) if slots is None else slots, counts, strict=True):
             self.lengths[slot] += count
 
-    def clear(self, slot: int) -> None:
-        """Make a slot fit for another sequence: what it held may not have been finite."""
-        self.lengths[slot] = 0
+    def erase(self, blocks: Sequence[int]) -> None:
+        """Make blocks fit for other sequences, where what they hold may not be finite."""
         for table in (*self.keys, *self.values):
-            table[slot].zero_()
+            table.view(-1, BLOCK, *table.shape[1:])[list(blocks)] = 0
 
-    def grow(self, capacity: int) -> None:
-        """Make room for longer sequences; what the slots hold stays."""
-        more = (0, 0, 0, 0, 0, capacity - self.capacity)
-        for tables in (self.keys, self.values):
-            for layer, table in enumerate(tables):  # one layer at a time: the old and the new cache never both exist
-                tables[layer] = F.pad(table, more)
-        self.capacity = capacity
+
+def places(tables: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Where in the cache these positions of these slots are."""
+    return tables[slots, positions // BLOCK].long() * BLOCK + positions % BLOCK
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,8 @@ class Metadata:
     positions: Tensor  # [rows]
     cos: Tensor  # [ropes, rows, head_dim / 2], float32, like sin
     sin: Tensor
+    tables: Tensor  # the cache's
+    reach: int  # positions that kernels are chosen for: the longest sequence, about
 
 
 @dataclass(frozen=True)
@@ -62,10 +86,11 @@ class PrefillMetadata(Metadata):
     """Of `shape` = [batch, tokens] tokens that are consecutive in their sequences, row after row."""
 
     shape: tuple[int, int]
-    read: slice | Tensor  # the sequences' slots: a slice where they are neighbours, which copies nothing
+    read: Tensor | None  # [batch, seen]: where in the cache the sequences' positions are; None: nothing came before
     seen: int  # how many positions of the cache the furthest token can see
     masks: dict[int | None, Tensor | None]  # by sliding window: [batch, 1, tokens, seen], true where a token may look
-    # None where all sequences begin at position 0 and no sliding window bites: causal attention needs no mask in memory
+    # None where all sequences begin at the same position and no sliding window bites: the tokens are the last of those
+    # that are seen, and causal attention needs no mask in memory
 
     @classmethod
     def of(
@@ -85,16 +110,22 @@ class PrefillMetadata(Metadata):
         if cache is not None and seen > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
         positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(tokens, device=device)
+        alike = len(set(starts)) == 1
         masks: dict[int | None, Tensor | None] = {}
         for window in set(config.windows):
-            if seen == tokens and (window is None or window >= seen):
+            if alike and (window is None or window >= seen):
                 masks[window] = None
             else:
-                alike = positions[:1] if len(set(starts)) == 1 else positions  # one mask for all where all begin alike
-                distance = alike.int().unsqueeze(-1) - torch.arange(seen, device=device, dtype=torch.int32)
+                where = positions[:1] if alike else positions  # one mask for all where all begin alike
+                distance = where.int().unsqueeze(-1) - torch.arange(seen, device=device, dtype=torch.int32)
                 masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
         each = torch.tensor(list(slots), device=device)
-        neighbours = list(slots) == list(range(slots[0], slots[0] + batch))
-        read = slice(slots[0], slots[0] + batch) if neighbours else each
+        tables = torch.zeros(1, 1, dtype=torch.int32, device=device) if cache is None else cache.tables
+        read = None
+        if seen > tokens:
+            every = torch.arange(seen, device=device).unsqueeze(0)
+            read = places(tables, each.unsqueeze(1), every)
+            read = read.where(every <= positions[:, -1:], ZEROS)  # what is not its own must be finite
         flat = positions.flatten()
-        return cls(each.repeat_interleave(tokens), flat, *ropes.angles(flat), (batch, tokens), read, seen, masks)
+        angles = ropes.angles(flat)
+        return cls(each.repeat_interleave(tokens), flat, *angles, tables, seen, (batch, tokens), read, seen, masks)

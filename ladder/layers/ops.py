@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ladder.lanes import Lanes, OneLane
 from ladder.layers.activation import activate
-from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
+from ladder.layers.cache import KVCache, Metadata, PrefillMetadata, places
 from ladder.layers.norm import Norm
 from ladder.layers.rope import rotate
 from ladder.layers.weight import Weight
@@ -104,11 +104,12 @@ class Plain:
         cos, sin = metadata.cos[block.rope], metadata.sin[block.rope]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
-            cache.keys[block.layer][metadata.slots, metadata.positions] = k
-            cache.values[block.layer][metadata.slots, metadata.positions] = v
+            at = places(metadata.tables, metadata.slots, metadata.positions)
+            cache.keys[block.layer][at] = k
+            cache.values[block.layer][at] = v
         q, k, v = (x.unflatten(0, metadata.shape) for x in (q, k, v))
-        if cache is not None:
-            k, v = (x[block.layer][metadata.read, : metadata.seen] for x in (cache.keys, cache.values))
+        if cache is not None and metadata.read is not None:
+            k, v = (x[block.layer][metadata.read] for x in (cache.keys, cache.values))
         return block.scaled_dot_product(q, k, v, metadata)
 
     def experts(self, stream: ResidualStream, out: Out, block: "ExpertMLP", x: Tensor) -> None:

@@ -49,7 +49,7 @@ def argmax_reference(logits: Tensor, first: int, count: int) -> Tensor:
 
 
 @triton.jit
-def _choose(best, chosen, tokens, positions, SIZE: tl.constexpr, SP: tl.constexpr, PDL: tl.constexpr):
+def _choose(best, chosen, tokens, positions, slots, last, SIZE: tl.constexpr, SP: tl.constexpr, PDL: tl.constexpr):
     b = tl.program_id(0)
     rank = tl.arange(0, SP)
     inside = rank < SIZE
@@ -63,28 +63,30 @@ def _choose(best, chosen, tokens, positions, SIZE: tl.constexpr, SP: tl.constexp
     finite = (odd == 0) & (top > float("-inf")) & (top < float("inf"))
     tl.store(chosen + b, tl.where(finite, token, -1))
     tl.store(tokens + b, tl.where(finite, token, 0))
+    tl.store(last + tl.load(slots + b), tl.where(finite, token, 0))
     tl.store(positions + b, tl.load(positions + b) + 1)
 
 
-def choose(best: Tensor, tokens: Tensor, positions: Tensor, pdl: bool) -> Tensor:
+def choose(best: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor, pdl: bool) -> Tensor:
     """The greedy choice [batch] from every rank's argmax, [batch, 2 x ranks]; -1 where it is not finite.
 
-    `tokens` and `positions` become those of the next step.
+    `tokens` and `positions` become those of the next step, and the tokens go to the `slots` [batch] of `last`, too.
     """
     chosen = torch.empty_like(tokens)
     size = best.shape[1] // 2
     _choose[(len(best),)](
-        best, chosen, tokens, positions, SIZE=size, SP=triton.next_power_of_2(size), PDL=pdl, num_warps=1,
+        best, chosen, tokens, positions, slots, last, SIZE=size, SP=triton.next_power_of_2(size), PDL=pdl, num_warps=1,
         launch_pdl=pdl,
     )  # fmt: skip
     return chosen
 
 
-def choose_reference(best: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+def choose_reference(best: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor) -> Tensor:
     values, ids = best[:, 0::2], best[:, 1::2]
     rank = values.argmax(dim=1, keepdim=True)  # NaN wins, and of equals the first
     finite = values.gather(1, rank)[:, 0].isfinite()
     token = ids.gather(1, rank)[:, 0].long()
     tokens.copy_(token.where(finite, 0))
+    last[slots] = tokens
     positions.add_(1)
     return token.where(finite, -1)
