@@ -1,11 +1,11 @@
 """What a user gets: milliseconds per token of `LLM.generate` beside the bare decode step, on one GPU.
 
-python -m experiments.generate_gpu [SIZE] > results/generate_h200.jsonl
+python -m experiments.generate_gpu [SIZE [BATCH ...]] > results/generate_h200.jsonl
 
 A checkpoint of this size with nothing in it is written as a sparse file, loaded as any other, and then given random
-weights. Per wiring: the time of a long answer less that of a short one, over the tokens between them; and a step of
-the same model over the same number of positions, by a CUDA graph that is replayed, on the schedule that the engine
-chose and on one lane.
+weights. Per wiring and batch: the time of long answers less that of short ones, over the tokens between them, greedy,
+sampled (temperature 0.8, top-p 0.95) and half of each; and a step of the same model over the same number of positions,
+by a CUDA graph that is replayed, on the schedule that the engine chose and on one lane.
 """
 
 import json
@@ -14,6 +14,8 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,12 @@ from ladder.bench.machine import machine, milliseconds
 from ladder.bench.model import FusedModel
 from ladder.config import ModelConfig
 from ladder.engine.forward import Schedule
+from ladder.engine.graphs import bucket, reach
+from ladder.engine.passes import Passes
 from ladder.kernels.launch import Kernels
 from ladder.model import Decoder
 
-PROMPT, SHORT, LONG, REPEATS = 900, 16, 144, 5
+PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3
 SETTLING, STEPS = 500, 200  # bare steps: the GPU has worked as long as it has for `generate`
 
 
@@ -50,45 +54,70 @@ def sparse_checkpoint(size: str, directory: Path) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def main(size: str) -> None:
+GREEDY = SamplingParams(ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=1, ignore_eos=True)
+
+
+def fill(model: Decoder) -> None:
+    """Random weights."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.02)
+        else:
+            parameter.data.fill_(1.0)
+
+
+def ms_per_token(llm: LLM, batch: int, kind: str) -> float:
+    """Of all of `batch` equally long answers, between the SHORT and the LONG ones."""
+    prompts = [[(7 * number + at) % 1000 + 1 for at in range(PROMPT)] for number in range(batch)]
+    params = {"greedy": [GREEDY], "sampled": [DRAWN], "mixed": [GREEDY, DRAWN]}[kind]
+
+    def seconds(tokens: int) -> float:
+        begin = time.perf_counter()
+        given = [replace(params[number % len(params)], max_new_tokens=tokens) for number in range(batch)]
+        results = llm.generate(prompts, given)
+        assert all(len(result.token_ids) == tokens for result in results)
+        return time.perf_counter() - begin
+
+    seconds(LONG)
+    found = [(seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) * 1e3 for _ in range(REPEATS)]
+    return statistics.median(found)
+
+
+def main(size: str, batches: Sequence[int]) -> None:
     device = torch.device("cuda", 0)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         sparse_checkpoint(size, directory)
         for wiring in ("standard", "ladder"):
-            with LLM(directory, wiring=wiring, device="cuda:0", max_num_seqs=1) as llm:
+            with LLM(directory, wiring=wiring, device="cuda:0", max_num_seqs=max(batches), memory=40.0) as llm:
                 passes = llm._executor._runner._passes  # type: ignore[attr-defined]
                 model: Decoder = passes._model
-                torch.manual_seed(0)
-                for parameter in model.parameters():
-                    if parameter.dim() > 1:
-                        parameter.data.normal_(std=0.02)
-                    else:
-                        parameter.data.fill_(1.0)
-                prompt = [list(range(1, PROMPT + 1))]
+                fill(model)
+                for batch in batches:
+                    measure(llm, passes, model, size, wiring, batch, device)
 
-                def seconds(tokens: int, llm: LLM = llm, prompt: list[list[int]] = prompt) -> float:
-                    begin = time.perf_counter()
-                    (result,) = llm.generate(prompt, SamplingParams(max_new_tokens=tokens))
-                    assert len(result.token_ids) == tokens
-                    return time.perf_counter() - begin
 
-                seconds(LONG)
-                found = [(seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) * 1e3 for _ in range(REPEATS)]
-                chosen = passes._graphs.captured(1).forward.schedule
-                bare = {}
-                cache = model.new_cache(2, passes.cache.capacity)
-                with torch.inference_mode():
-                    for how in dict.fromkeys((chosen, Schedule())):
-                        fused = FusedModel(model, cache, Kernels.on(device), how)
-                        step = fused.decode_step(1, PROMPT + (SHORT + LONG) // 2)
-                        bare[how] = statistics.median(milliseconds(step, STEPS, SETTLING))
-                user = statistics.median(found)
-                line = {"measure": "generate", "size": size, "tp": 1, "batch": 1, "wiring": wiring, "prompt": PROMPT}
-                line |= {"schedule": str(chosen), "ms_per_token": round(user, 4), "repeats": REPEATS}
-                line |= {"bare_step_ms": round(bare[chosen], 4), "one_lane_ms": round(bare[Schedule()], 4)}
-                print(json.dumps({**line, "over_bare": round(user / bare[chosen], 4), **machine(device)}), flush=True)
+def measure(llm: LLM, passes: Passes, model: Decoder, size: str, wiring: str, batch: int, device: torch.device) -> None:
+    found = {kind: ms_per_token(llm, batch, kind) for kind in ("greedy", "sampled", "mixed")}
+    assert passes._graphs is not None
+    chosen = passes._graphs.captured(bucket(batch), reach(PROMPT + LONG)).forward.schedule
+    context, bare = PROMPT + (SHORT + LONG) // 2, {}
+    with torch.inference_mode():
+        cache = model.new_cache(batch + 1, PROMPT + LONG)
+        for how in dict.fromkeys((chosen, Schedule())):
+            step = FusedModel(model, cache, Kernels.on(device), how).decode_step(batch, context)
+            bare[how] = statistics.median(milliseconds(step, STEPS, SETTLING))
+    line = {"measure": "generate", "size": size, "tp": 1, "batch": batch, "wiring": wiring, "prompt": PROMPT}
+    line |= {"schedule": str(chosen), "repeats": REPEATS}
+    line |= {f"{kind}_ms_per_token": round(ms, 4) for kind, ms in found.items()}
+    line |= {"bare_step_ms": round(bare[chosen], 4), "one_lane_ms": round(bare[Schedule()], 4)}
+    line |= {"over_bare": round(found["greedy"] / bare[chosen], 4)}
+    line |= {f"{kind}_over_greedy": round(found[kind] / found["greedy"], 4) for kind in ("sampled", "mixed")}
+    print(json.dumps({**line, **machine(device)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "llama-3-8b")
+    given = sys.argv[1:]
+    main(given[0] if given else "llama-3-8b", [int(batch) for batch in given[1:]] or [1, 16, 64, 128])

@@ -142,7 +142,8 @@ def test_steps_ahead_change_no_token(monkeypatch: pytest.MonkeyPatch, seed: int)
                 tokens[token.id].append((token.token, token.finish_reason))
         assert not runner.busy
         found.append(tokens)
-    assert found[0] == found[1]
+    for id, at_once in found[0].items():  # who was cancelled did not get the token that was not known yet
+        assert found[1][id] == at_once[: len(found[1][id])] and (id in goes or found[1][id] == at_once)
     reasons = [tokens[-1][1] for tokens in found[0].values() if tokens]
     assert {"stop", "length"} <= set(reasons) and made.count("step") > made.count("fill") + 10 and "fill" in made
 

@@ -40,6 +40,9 @@ class EngineOptions:
         None, "Make the all-reduces as slow as this link: a name, or alpha,beta as in 50us,10GB/s."
     )
     max_num_seqs: int = option(16, "Sequences that are computed at once, at most.")
+    memory: float | None = option(
+        None, "GB of the KV cache on each rank; default: most of what is free once the model is loaded."
+    )
     prefill_chunk: int = option(512, "Tokens of a prompt that are read in one step, at most; decoding goes on between.")
     expert_parallel: bool = option(False, "Each rank has some experts as a whole, instead of a slice of every expert.")
     timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
@@ -56,6 +59,8 @@ class EngineOptions:
         for name in ("tp", "max_num_seqs", "prefill_chunk", "timeout"):
             if not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.memory is not None and not 0 < self.memory < 1e6:
+            raise LadderError(f"memory must be above 0 GB, not {self.memory}")
         if self.timeout > LONGEST:
             raise LadderError(f"timeout must be at most {LONGEST:.0f} seconds, not {self.timeout:g}")
 
@@ -75,6 +80,8 @@ class SamplingParams:
     temperature: float = option(0.0, "0: the likeliest token; 1: sample from the model's distribution.")
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.")
     top_p: float = option(1.0, "Sample among the likeliest tokens that together have this probability.")
+    seed: int | None = option(None, "Makes sampling repeatable.")
+    stop: tuple[str, ...] = option((), "End before this text (may be given several times).")
     min_p: float = option(0.0, "Sample among tokens that are at least this times as likely as the likeliest.")
     repetition_penalty: float = option(
         1.0, "Divides the positive logits of tokens that the text has already, and multiplies the negative ones."
@@ -82,9 +89,7 @@ class SamplingParams:
     presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that were generated before.")
     frequency_penalty: float = option(0.0, "The same, once for each time that they were generated.")
     logit_bias: tuple[tuple[int, float], ...] = keyword(())  # added to the logits of tokens; a dict will do
-    seed: int | None = option(None, "Makes sampling repeatable.")
     n: int = option(1, "Results of each prompt.")
-    stop: tuple[str, ...] = option((), "End before this text (may be given several times).")
     stop_token_ids: tuple[int, ...] = option((), "End with this token (may be given several times).")
     ignore_eos: bool = option(False, "Go on after the model's end-of-text token.")
     min_tokens: int = option(0, "No token ends the text before there are so many new ones.")

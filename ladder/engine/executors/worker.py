@@ -18,6 +18,7 @@ from ladder.devices import cpu_multiplies_bfloat16, silence_bfloat16_fallback
 from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device
 from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm, HeartbeatControl
 from ladder.engine.executors.rank_processes import reporting_failures
+from ladder.engine.memory import cache_blocks
 from ladder.engine.model_runner import Command, ModelRunner, NewToken
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
@@ -76,7 +77,9 @@ def make_model_runner(
         setup.options.check,
         progress,
     )
-    return ModelRunner(model, setup.options.max_num_seqs, setup.options.prefill_chunk, launch, graphs)
+    options = setup.options
+    blocks = cache_blocks(options, model.config, comm, device)
+    return ModelRunner(model, options.max_num_seqs, options.prefill_chunk, launch, graphs, blocks)
 
 
 def _all_have_triton(comm: Comm, device: torch.device) -> bool:

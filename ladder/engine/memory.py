@@ -1,0 +1,58 @@
+"""How many blocks the KV cache has: what was asked for, or what is free once the model has been loaded."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from ladder.comm.base import Comm
+from ladder.config import ModelConfig
+from ladder.engine.options import EngineOptions
+from ladder.errors import LadderError
+from ladder.layers.cache import BLOCK, RESERVED, KVCache
+
+GPU_SHARE, GPU_REST = 0.9, 1 << 30  # of what is free; bytes of that for activations, CUDA graphs and libraries
+CPU_SHARE = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+def cache_blocks(options: EngineOptions, config: ModelConfig, comm: Comm, device: torch.device) -> int:
+    """The same on all ranks, which must have loaded their shards."""
+    size = KVCache.block_bytes(config, comm.size, getattr(torch, config.dtype))
+    most = options.max_num_seqs * -(-config.context // BLOCK)
+    given = options.memory
+    mine = int(given * 1e9) if given is not None else _free(device, comm.size, options.device)
+    found = min(most, mine // size - RESERVED)
+    counts = comm.all_gather(torch.tensor([[float(found)]], device=device))
+    blocks = int(counts.min())
+    if blocks < 1:
+        raise LadderError(
+            f"no memory for a KV cache: a block of {BLOCK} tokens takes {size / 1e6:.1f} MB on each rank, there are "
+            f"{mine / 1e6:.1f} MB: " + ("raise --memory" if given is not None else "use more ranks")
+        )
+    if comm.rank == 0:
+        logger.info("KV cache: %d tokens, %.2f GB on each rank", blocks * BLOCK, blocks * size / 1e9)
+    return RESERVED + blocks
+
+
+def _free(device: torch.device, size: int, named: str) -> int:
+    """Bytes that the cache of one of `size` ranks may take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        shared = size > 1 and (":" in named or torch.cuda.device_count() < size)
+        return int((GPU_SHARE * free - GPU_REST) / (size if shared else 1))
+    return int(CPU_SHARE * _available() / size)
+
+
+def _available() -> int:
+    """Bytes of memory that this machine has left."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
