@@ -292,7 +292,7 @@ def test_an_interrupted_step_is_not_gone_on_with(model: Path) -> None:
     with LLM(model) as llm:
         llm.submit([1, 2, 3], SamplingParams(9))
         with (
-            patch("ladder.engine.sampling.Sampler.choose", side_effect=KeyboardInterrupt),
+            patch("ladder.engine.passes.Passes.compute", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             llm.poll()

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from ladder import LLM, SamplingParams
 from ladder.devices import cpu_multiplies_bfloat16
 from ladder.engine.options import EngineOptions
-from ladder.engine.sampling import Sampler, filtered
 from ladder.engine.setup import Setup
 from ladder.engine.text import Text
 from ladder.errors import LadderError
@@ -194,45 +193,6 @@ with LLM({str(model)!r}, dtype="bfloat16") as llm:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_sampling_follows_the_distribution() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
-    sampler = Sampler(SamplingParams(temperature=0.7, seed=0))
-    draws = torch.tensor([sampler.choose(logits) for _ in range(4000)]).bincount(minlength=5) / 4000
-    assert (draws - (logits / 0.7).softmax(-1)).abs().max() < 0.03
-
-
-def test_filters() -> None:
-    logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log()
-    assert filtered(logits, 0, 1.0).tolist() == pytest.approx([0.1, 0.5, 0.2, 0.2])
-    assert filtered(logits, 2, 1.0).tolist() == pytest.approx([0, 5 / 7, 2 / 7, 0])
-    assert filtered(logits, 0, 0.6).tolist() == pytest.approx([0, 5 / 7, 2 / 7, 0])
-    assert filtered(logits, 0, 0.01).tolist() == [0, 1, 0, 0]
-    assert filtered(logits, 99, 1.0).tolist() == pytest.approx([0.1, 0.5, 0.2, 0.2])
-
-
-def test_filters_as_in_transformers() -> None:
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0)) * 3
-    for temperature, top_k, top_p in [(0.7, 10, 0.9), (1.5, 97, 0.5), (1.0, 3, 0.99), (0.3, 50, 0.2)]:
-        theirs = logits
-        for warper in (TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k), TopPLogitsWarper(top_p)):
-            theirs = warper(torch.zeros(1, 1, dtype=torch.long), theirs)
-        ours = filtered(logits[0] / temperature, top_k, top_p)
-        torch.testing.assert_close(ours, theirs[0].softmax(-1))
-
-
-def test_no_temperature_or_top_p_is_too_small() -> None:
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    for params in (SamplingParams(temperature=1e-300), SamplingParams(temperature=1.0, top_p=1e-60)):
-        assert [Sampler(params).choose(logits) for _ in range(5)] == [1] * 5
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_that_is_not_finite_is_no_token(temperature: float) -> None:
-    assert Sampler(SamplingParams(temperature=temperature)).choose(torch.tensor([0.0, float("nan")])) is None
 
 
 def test_the_python_faces_pitfalls(directory: Path) -> None:

@@ -53,7 +53,7 @@ def test_philox_is_philox() -> None:
         (2**64 - 1, (2**32 - 1,) * 4, (0x408F276D, 0x41C83B0E)),
         (0x299F31D0A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xD16CFE09, 0x94FDCCEB)),
     ):
-        found = philox_reference(key, torch.tensor([counter[0]]), *counter[1:])
+        found = philox_reference(key, torch.tensor([counter[0]]), *counter[1:])[:2]
         assert tuple(int(x) for x in found) == answer
 
 

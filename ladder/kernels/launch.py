@@ -1,6 +1,7 @@
 """Launches the kernels of a forward pass: Triton or the reference. Activations are rows: [rows, width]."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.sampling.adjust import adjust, adjust_reference, note, note_reference
 from ladder.kernels.sampling.argmax import argmax, argmax_reference, choose, choose_reference
-from ladder.kernels.sampling.sample import sample, sample_reference
+from ladder.kernels.sampling.sample import PROGRAMS, sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
 from ladder.kernels.table import MOST, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
@@ -108,7 +109,6 @@ class Kernels:
     activate = staticmethod(activate_rows)
     adjust = staticmethod(adjust)
     note = staticmethod(note)
-    sample = staticmethod(sample)
 
     def norm(self, source: Source, norm: Norm | None) -> tuple[Tensor, Tensor]:
         return add_norm(source, norm, pdl=self.pdl and len(source.base) <= MOST)
@@ -173,6 +173,10 @@ class Kernels:
         return expert_down(
             hidden, down, routing, block.first, block.local, plus, divisor, block.residual_scale, self.pdl
         )
+
+    def sample(self, *given: Any) -> None:
+        """See `kernels.sampling.sample`."""
+        sample(*given, self.cores or PROGRAMS)
 
     def argmax(self, logits: Tensor, first: int, count: int) -> Tensor:
         return argmax(logits, first, count, self.pdl)

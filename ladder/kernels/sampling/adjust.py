@@ -11,13 +11,13 @@ PROMPT, ONCE, ENDS = 1, 2, 1 << 30
 
 
 @triton.jit
-def _adjust(logits, out, params, known, bias, until, slots, positions, step, count, COLUMNS: tl.constexpr,
+def _adjust(logits, out, settings, known, bias, until, slots, positions, step, count, COLUMNS: tl.constexpr,
             BIAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     b = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     slot = tl.load(slots + b)
-    own = params + slot * COLUMNS
+    own = settings + slot * COLUMNS
     repetition = tl.load(own + 5)
     presence = tl.load(own + 6)
     frequency = tl.load(own + 7)

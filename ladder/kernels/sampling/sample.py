@@ -1,8 +1,9 @@
 """Draws the next token of every sequence: temperature, min-p, top-k and top-p, without sorting the vocabulary.
 
 With the distance y_i = max(x) - x_i of a logit from the largest, a filter keeps the tokens with y_i <= t. The t of
-top-k and top-p is searched for: every round counts the tokens and adds up the masses exp(-y_i / T) below PIVOTS values
-between a t that is too small and one that is large enough. Of what is kept, the token with the largest
+top-k and top-p is searched for: every round counts the tokens, or adds up their masses exp(-y_i / T), below PIVOTS
+values between a t that is too small and one that is large enough, until there is one token between them. Of what is
+kept, the token with the largest
 
     -y_i / T - log(e_i),    e_i exponential random numbers of (seed, position, i),
 
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.sampling.random import exponential, exponential_reference
+from ladder.kernels.sampling.random import exponential_reference, exponentials
 
 PIVOTS = 8
 ROUNDS = 16  # 8^16 is more than the distances that float32 can tell apart
-UNIT = 2.0**36  # the mass of the likeliest token
-REACH = 25.0  # tokens that are further from the likeliest, in units of the temperature, have no mass: exp(-25) UNIT < 1
-PROGRAMS = 256  # in all, at most: they wait for each other, so the chip must hold all of them at once
+UNIT = 2.0**28  # the mass of the likeliest token
+REACH = (
+    19.5  # tokens that are further from the likeliest, in units of the temperature, have no mass: exp(-19.5) UNIT < 1
+)
+FOLD = 8  # tiles whose masses are added up in 32 bits: FOLD UNIT is less than 2^32
+PROGRAMS = 128  # in all, at most: they wait for each other, so the chip must hold all of them at once
 # columns of a sequence's parameters
 SKIP, ARGMAX, DRAW = 0, 1, 2  # modes: the choice that was made stands; the likeliest of these logits; a sample
 MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, COLUMNS = range(9)
@@ -33,8 +37,7 @@ MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, COLUMNS
 class Scratch:
     """Where the programs of a sequence leave what they found, for up to `batch` sequences."""
 
-    sums: Tensor  # [batch, 2 filters, rounds, pivots] masses, int64
-    counts: Tensor  # the same of tokens, int32
+    sums: Tensor  # [batch, 2 filters, rounds, pivots] tokens or masses, int64
     arrived: Tensor  # [batch] int32
     found: Tensor  # [batch, programs, 4] float32: largest and smallest logit; best score, its token
 
@@ -43,7 +46,6 @@ class Scratch:
         shape = (batch, 2, ROUNDS, PIVOTS)
         return cls(
             torch.zeros(shape, dtype=torch.int64, device=device),
-            torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(batch, dtype=torch.int32, device=device),
             torch.zeros(batch, PROGRAMS, 4, device=device),
         )
@@ -60,56 +62,81 @@ def _meet(arrived, goal):
 
 
 @triton.jit
-def _search(x, begin, end, top, temperature, sums, counts, arrived, met, hi, share, k, PROGRAMS: tl.constexpr,
-            BLOCK: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
-    """The smallest distance up to `hi` within which there are `k` tokens or, where k is 0, `share` of the mass within
-    `hi`; and how often the programs have met.
-    """
+def _count(x, begin, end, top, pivots, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
+    """How many tokens are within each of the pivots."""
     i = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK, PIVOTS], tl.int32)
+    for at in range(begin, end, BLOCK):
+        here = at + i
+        y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
+        count += (y[:, None] <= pivots[None, :]).to(tl.int32)
+    return tl.sum(count, axis=0).to(tl.int64)
+
+
+@triton.jit
+def _weigh(x, begin, end, top, rate, pivots, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, FOLD: tl.constexpr):
+    """The mass within each of the pivots. A few tiles are added up in 32 bits, which they cannot exceed."""
+    i = tl.arange(0, BLOCK)
+    mass = tl.zeros([BLOCK, PIVOTS], tl.int64)
+    for group in range(begin, end, FOLD * BLOCK):
+        some = tl.zeros([BLOCK, PIVOTS], tl.uint32)
+        for tile in tl.static_range(FOLD):
+            here = group + tile * BLOCK + i
+            y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
+            m = (tl.exp2(y * rate) * 268435456.0).to(tl.uint32)
+            some += tl.where(y[:, None] <= pivots[None, :], m[:, None], 0)
+        mass += some.to(tl.int64)
+    return tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _search(x, begin, end, top, temperature, sums, arrived, met, hi, share, k, PROGRAMS: tl.constexpr,
+            BLOCK: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr, FOLD: tl.constexpr,
+            COUNT: tl.constexpr):  # fmt: skip
+    """The smallest distance up to `hi` within which there are `k` tokens (COUNT) or `share` of the mass within `hi`;
+    and how often the programs have met.
+    """
     j = tl.arange(0, PIVOTS)
+    rate = -1.4426950408889634 / temperature  # exp(-y / T) is 2^(y rate)
     lo = -1.0  # nothing is so near
-    below = 0  # tokens up to lo
-    upto = 2147483647  # and up to hi
-    need = tl.full([], 0, tl.int64)
+    below = tl.full([], 0, tl.int64)  # what is within lo
+    upto = tl.full([], 9223372036854775807, tl.int64)  # and within hi
+    need = tl.full([], 0, tl.int64) + k
     number = 0
-    while (number < ROUNDS) & (upto - below > 1):
+    one = tl.full([], 1, tl.int64)  # what a token within hi adds at least
+    while (number < ROUNDS) & (upto - below >= 2 * one):
         least = tl.maximum(lo, 0.0)
         pivots = tl.where(j == PIVOTS - 1, hi, least + (hi - least) * ((j + 1.0) / PIVOTS))
-        mass = tl.zeros([BLOCK, PIVOTS], tl.int64)
-        count = tl.zeros([BLOCK, PIVOTS], tl.int32)
-        for at in range(begin, end, BLOCK):
-            here = at + i
-            y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
-            m = (tl.exp(-y / temperature) * 68719476736.0).to(tl.int64)
-            inside = y[:, None] <= pivots[None, :]
-            mass += tl.where(inside, m[:, None], 0)
-            count += inside.to(tl.int32)
-        tl.atomic_add(sums + number * PIVOTS + j, tl.sum(mass, axis=0), sem="relaxed", scope="gpu")
-        tl.atomic_add(counts + number * PIVOTS + j, tl.sum(count, axis=0), sem="relaxed", scope="gpu")
+        if COUNT:
+            mine = _count(x, begin, end, top, pivots, BLOCK, PIVOTS)
+        else:
+            mine = _weigh(x, begin, end, top, rate, pivots, BLOCK, PIVOTS, FOLD)
+        tl.atomic_add(sums + number * PIVOTS + j, mine, sem="relaxed", scope="gpu")
         met += 1
         _meet(arrived, met * PROGRAMS)
-        masses = tl.load(sums + number * PIVOTS + j, cache_modifier=".cg")
-        tokens = tl.load(counts + number * PIVOTS + j, cache_modifier=".cg")
-        if number == 0:
-            need = (tl.max(masses, axis=0).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
+        all = tl.load(sums + number * PIVOTS + j, cache_modifier=".cg")
+        if (number == 0) & (not COUNT):
+            need = (tl.max(all, axis=0).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
         # where even the last pivot is not enough, everything within it is kept
-        enough = tl.where(k > 0, tokens >= k, masses >= need) | (j == PIVOTS - 1)
-        upto = tl.min(tl.where(enough, tokens, 2147483647), axis=0)
-        below = tl.max(tl.where(enough, below, tokens), axis=0)
+        enough = (all >= need) | (j == PIVOTS - 1)
+        upto = tl.min(tl.where(enough, all, 9223372036854775807), axis=0)
+        below = tl.max(tl.where(enough, below, all), axis=0)
         lo = tl.max(tl.where(enough, lo, pivots), axis=0)
         hi = tl.min(tl.where(enough, pivots, hi), axis=0)
+        if not COUNT:
+            one = tl.maximum((tl.exp2(hi * rate) * 268435456.0).to(tl.int64), 1)
         number += 1
     return hi, met
 
 
 @triton.jit
-def _sample(logits, params, seeds, slots, positions, chosen, tokens, last, sums, counts, arrived, found, step, count,
+def _sample(logits, settings, seeds, slots, positions, chosen, tokens, last, sums, arrived, found, step, count,
             COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
-            PIVOTS: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
+            PIVOTS: tl.constexpr, ROUNDS: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
     part = tl.program_id(0)
     b = tl.program_id(1)
     slot = tl.load(slots + b)
-    own = params + slot * COLUMNS
+    own = settings + slot * COLUMNS
     mode = tl.load(own)
     if mode == 0.0:
         return
@@ -148,14 +175,12 @@ def _sample(logits, params, seeds, slots, positions, chosen, tokens, last, sums,
             bound = -temperature * tl.log(min_p)
         if (k > 0) & (k < count):
             hi = tl.minimum(bound, top - bottom)
-            bound, met = _search(x, begin, end, top, temperature, sums + b * 2 * ROUNDS * PIVOTS,
-                                 counts + b * 2 * ROUNDS * PIVOTS, arrived, met, hi, top_p, k, PROGRAMS, BLOCK, PIVOTS,
-                                 ROUNDS)  # fmt: skip
+            bound, met = _search(x, begin, end, top, temperature, sums + b * 2 * ROUNDS * PIVOTS, arrived, met, hi,
+                                 top_p, k, PROGRAMS, BLOCK, PIVOTS, ROUNDS, FOLD, True)  # fmt: skip
         if top_p < 1.0:
-            hi = tl.minimum(bound, 25.0 * temperature)
-            bound, met = _search(x, begin, end, top, temperature, sums + (b * 2 + 1) * ROUNDS * PIVOTS,
-                                 counts + (b * 2 + 1) * ROUNDS * PIVOTS, arrived, met, hi, top_p, 0, PROGRAMS, BLOCK,
-                                 PIVOTS, ROUNDS)  # fmt: skip
+            hi = tl.minimum(bound, 19.5 * temperature)
+            bound, met = _search(x, begin, end, top, temperature, sums + (b * 2 + 1) * ROUNDS * PIVOTS, arrived, met,
+                                 hi, top_p, 0, PROGRAMS, BLOCK, PIVOTS, ROUNDS, FOLD, False)  # fmt: skip
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     which = tl.full([BLOCK], 2147483647, tl.int32)
     if finite:
@@ -164,7 +189,7 @@ def _sample(logits, params, seeds, slots, positions, chosen, tokens, last, sums,
             y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
             score = -y
             if mode == 2.0:
-                score = -y / temperature - tl.log(exponential(seed, position, here))
+                score = -y / temperature - tl.log(exponentials(seed, position, at, BLOCK // 4))
             score = tl.where((y <= bound) & (y < float("inf")), score, float("-inf"))
             which = tl.where(score > best, here, which)  # the first of equals stays
             best = tl.maximum(best, score)
@@ -194,22 +219,23 @@ def sample(
     last: Tensor,
     scratch: Scratch | None,
     count: int,
+    cores: int = PROGRAMS,
 ) -> None:
     """A token of every sequence whose mode is not SKIP, from the first `count` of its `logits` [batch, step], float32:
     into `chosen` [batch], -1 where they are not finite; into `tokens` [batch] and `last` [slots], 0 there.
 
     `params` [slots, COLUMNS] and `seeds` [slots] are those of `slots` [batch]; `positions` [batch]: the new tokens'.
+    `cores`: the GPU's multiprocessors, each of which has room for a program.
     """
     assert scratch is not None
     batch = len(logits)
-    programs = 1 if _interpreted() else max(1, min(PROGRAMS // batch, triton.cdiv(count, 2048)))
+    programs = 1 if _interpreted() else max(1, min(min(PROGRAMS, cores) // batch, triton.cdiv(count, 2048)))
     scratch.sums[:batch].zero_()
-    scratch.counts[:batch].zero_()
     scratch.arrived[:batch].zero_()
     _sample[(programs, batch)](
-        logits, params, seeds, slots, positions, chosen, tokens, last, scratch.sums, scratch.counts, scratch.arrived,
+        logits, params, seeds, slots, positions, chosen, tokens, last, scratch.sums, scratch.arrived,
         scratch.found, logits.stride(0), count, COLUMNS=COLUMNS, PROGRAMS=programs, MOST=PROGRAMS,
-        BLOCK=1024, PIVOTS=PIVOTS, ROUNDS=ROUNDS, num_warps=8,
+        BLOCK=2048, PIVOTS=PIVOTS, ROUNDS=ROUNDS, FOLD=FOLD, num_warps=16,
     )  # fmt: skip
 
 
@@ -258,7 +284,7 @@ def kept_reference(x: Tensor, temperature: float, k: int, top_p: float, min_p: f
         bound = min(bound, float(y.kthvalue(k).values))
     if top_p < 1:
         near = y[y <= min(bound, REACH * temperature)].sort().values
-        masses = ((-near / temperature).exp() * UNIT).long().cumsum(0)
+        masses = ((near * (-1 / math.log(2) / temperature)).exp2() * UNIT).long().cumsum(0)
         need = int(float(masses[-1]) * top_p)
         bound = float(near[int(torch.searchsorted(masses, need))])  # the first whose mass with all before it is enough
     return ((y <= bound) & y.isfinite()).nonzero()[:, 0]
