@@ -38,21 +38,23 @@ class ManyStreams(httpx.AsyncBaseTransport):
         head = request.method.encode() + b" " + url.raw_path + b" HTTP/1.1\r\n"
         head += b"".join(name + b": " + value + b"\r\n" for name, value in request.headers.raw) + b"\r\n"
         message = head + await request.aread()
-        while True:
-            free = self._free.get(origin)
-            connection = free.pop() if free else None
-            is_new = connection is None
-            connection = connection or await self._connect(origin)
-            try:
-                return await connection.ask(message, request, self._free.setdefault(origin, []))
-            except (OSError, EOFError) as error:
+        free = self._free.setdefault(origin, [])
+        connection = None
+        while free and connection is None:
+            connection = free.pop()
+            if connection.ended:  # the endpoint has closed it meanwhile
                 connection.close()
-                if is_new:
-                    raise httpx.ReadError(str(error) or "no answer", request=request) from None
-                # the endpoint had closed it meanwhile: another one
-            except BaseException:
-                connection.close()
-                raise
+                connection = None
+        connection = connection or await self._connect(origin)
+        try:
+            return await connection.ask(message, request, free)
+        except (OSError, EOFError) as error:  # not sent again: it may have been received
+            connection.close()
+            why = "no answer" if isinstance(error, EOFError) else str(error) or type(error).__name__
+            raise httpx.ReadError(why, request=request) from None
+        except BaseException:
+            connection.close()
+            raise
 
     async def _connect(self, origin: Origin) -> "_Connection":
         if origin.secure and self._tls is None:
@@ -96,6 +98,11 @@ class _Connection:
         length = values.get(b"content-length", b"")
         body = _Body(self, free if stays else None, b"chunked" in values.get(b"transfer-encoding", b"").lower(), length)
         return httpx.Response(status, headers=fields, stream=body, request=request)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other side has closed it."""
+        return self.reader.at_eof() or self.reader.exception() is not None or self._writer.is_closing()
 
     def close(self) -> None:
         self._writer.close()

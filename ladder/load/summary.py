@@ -95,8 +95,8 @@ def summary(run: Run, planned: Sequence[Planned], slo: Mapping[str, float]) -> d
 def remarks(line: Mapping[str, Any]) -> list[str]:
     """Sentences about what a reader must know before trusting the figures."""
     found = []
-    lag, busy = line["lag_ms_p99"] or 0.0, line["client_cpu_share"]
-    if lag > LAGGED_MS or busy > BUSY:
+    lag, busy = line["lag_ms_p99"], line["client_cpu_share"]
+    if lag is not None and (lag > LAGGED_MS or busy > BUSY):
         found.append(
             f"the client itself was slow: its event loop was up to {line['lag_ms_max']:.0f} ms late (p99 {lag:.0f} ms) "
             f"and used {busy:.0%} of a core, requests were sent up to {line['late_ms_max']:.0f} ms late; "
