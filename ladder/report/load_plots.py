@@ -34,7 +34,7 @@ def _against_rate(pyplot: Any, panel: Panel, looks: dict[str, Look]) -> Any:
     for axis, name in shown:
         _lines(axis, panel, name, arms, looks, points_in_front=False)
         axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max(mark.y for mark in panel.marks[name]) or 1)
         axis.set_xlabel(panel.keys["against"])
         axis.set_ylabel(name)
     return finish(pyplot, drawn, panel, arms, looks, "Load")
