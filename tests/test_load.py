@@ -174,6 +174,15 @@ def test_summary_by_arithmetic() -> None:
     json.dumps(line, allow_nan=False)
 
 
+def test_a_row_for_each_run(run: Run, tmp_path: Path) -> None:
+    flags = ["--requests", 4, "--output-length", 3, "--rate", "inf", "--concurrency", 2, "--warm-up", 0]
+    with FakeEndpoint() as endpoint:
+        status, out, _ = run("load", endpoint.url, *flags, "--slo", "e2e=60s", "--out", tmp_path / "load.jsonl")
+    assert status == 0 and "all at once" in out and "2 at a time" in out and "goodput" in out
+    assert [row["arrivals"] for row in lines(tmp_path / "load.jsonl", "load")] == ["at once", "closed"]
+    assert len(lines(tmp_path / "load.jsonl", "load request")) == 8
+
+
 def test_percentiles_and_objectives() -> None:
     assert [percentile([1.0, 2.0, 3.0, 4.0], p) for p in (0, 50, 90, 100)] == pytest.approx([1, 2.5, 3.7, 4])
     assert percentile([7.0], 99) == 7.0

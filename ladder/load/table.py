@@ -39,9 +39,10 @@ def _detail(line: Mapping[str, Any]) -> Table:
 
 
 def _rows(lines: Sequence[Mapping[str, Any]]) -> Table:
-    grid = Table(title="\n".join(_title(lines[0])), caption="milliseconds; goodput: requests/s within the --slo")
     columns = ["arrivals", "done", "failed", "req/s", "tokens/s"]
-    columns += ["goodput"] if any("goodput_per_s" in line for line in lines) else []
+    columns += ["goodput"] if "slo" in lines[0] else []
+    caption = "times in milliseconds" + ("; goodput: requests/s within the --slo" if "slo" in lines[0] else "")
+    grid = Table(title="\n".join(_title(lines[0])), caption=caption)
     times = [(time, share) for time in ("ttft", "tpot", "e2e") for share in (50, 99)]
     for name in (*columns, *(f"{SHORT[time]} p{share}" for time, share in times)):
         grid.add_column(name, justify="left" if name == "arrivals" else "right", no_wrap=True)
