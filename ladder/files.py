@@ -1,9 +1,9 @@
-"""New folders, and atomic writing: a file appears under its name only when it is complete."""
+"""New folders; atomic writing: a file appears under its name only when it is complete; lines that are appended."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,3 +68,45 @@ def write_text(file: Path, text: str) -> None:
 def write_json(file: Path, value: Any) -> None:
     """The same of a JSON value, indented, its keys sorted."""
     write_text(file, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+class LineFile:
+    """A file that JSON lines are appended to."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write a line, for good: it is on the disk when this returns."""
+        with self.opened() as write:
+            write(row)
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        """A function that appends a line. Each is in the file when it returns, and on the disk when the block ends."""
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        with self._out.open("a+b") as file:
+            self._mend(file)
+
+            def write(row: Mapping[str, Any]) -> None:
+                file.write(json.dumps(row).encode() + b"\n")
+                file.flush()
+
+            try:
+                yield write
+            finally:
+                os.fsync(file.fileno())
+
+    @staticmethod
+    def _mend(file: Any) -> None:
+        """A last line that has no end is ended, or, where it is torn, removed."""
+        file.seek(0)
+        start = file.read().rfind(b"\n") + 1
+        file.seek(start)
+        last = file.read()
+        try:
+            if last:
+                json.loads(last)
+                file.write(b"\n")
+        except ValueError:
+            file.truncate(start)

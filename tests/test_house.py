@@ -40,7 +40,10 @@ ROWS += [
     "scan",
     "train",
     "bench",
+    "client",
+    "load",
     "report",
+    "chat",
 ]
 ROWS += ["cli", "__main__"]
 COMMUNICATING = {"comm", "residual", "engine", "train", "bench"}

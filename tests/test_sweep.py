@@ -19,8 +19,9 @@ from ladder.bench.machine import machine
 from ladder.bench.sweep import sweep
 from ladder.bench.sweep.cells import Cell, cells
 from ladder.bench.sweep.measure import Measured, StepsDone
-from ladder.bench.sweep.sweep import LineFile, bench, done, key, line_of, measured_before, read
+from ladder.bench.sweep.sweep import bench, done, key, line_of, measured_before, read
 from ladder.errors import LadderError, RankError
+from ladder.files import LineFile
 from tests.test_bench import LAPTOP, TINY, quiet
 from tests.test_cli import Run
 from tests.test_faults import wait_until_gone, workers

@@ -120,7 +120,7 @@ def bench(options: BenchOptions) -> None:
 
 @verb(ReportOptions)
 def report(options: ReportOptions) -> None:
-    """Draw what `ladder bench` measured: one page that opens without a network, and pictures."""
+    """Draw what `ladder bench` and `ladder load` measured: one page that opens without a network, and pictures."""
     from ladder.report.write import report
 
     written = report(options.inputs, options.out)

@@ -1,5 +1,5 @@
 "use strict";
-// Drawing: marks, axes and the four figures. Whatever comes from the data becomes text or a number, never markup.
+// Drawing: marks, axes and the figures. Whatever comes from the data becomes text or a number, never markup.
 
 const NS = document.getElementById("drawing").namespaceURI;
 let patterns = 0;
@@ -228,4 +228,31 @@ function drawTimeline(box, panel, view) {
     }
   });
   return svg;
+}
+
+// Lines through the marks of each arm; those in front, or all of them, are points too.
+function drawCurves(box, marks, view, names, top, front) {
+  if (!marks.length) return shape("svg", { width: view.width, height: 40 }, box);
+  const height = Math.max(320, Math.min(430, view.width * 0.5)), xs = marks.map((m) => m.x);
+  const [low, high] = [Math.min(...xs), Math.max(...xs)], log = front && low > 0 && high > 8 * low;
+  const [x1, x2] = log ? [low / 1.1, high * 1.1] : [0, high * 1.05 || 1];
+  const x = (log ? logarithmic : linear)(x1, x2, 56, view.width - 14), y = linear(0, top, height - 46, 14);
+  const xTicks = plain(log ? logTicks(x1, x2) : linearTicks(x1, x2, view.width / 110));
+  const svg = frame(box, view, height, names, xTicks, plain(linearTicks(0, top, 5)), x, y);
+  for (const arm of view.arms) {
+    const own = marks.filter((m) => m.arm === arm).sort((a, b) => a.x - b.x || a.y - b.y);
+    line(svg, own.map((m) => [m.x, m.y]), view.looks[arm], x, y);
+    for (const m of own) if (m.front || !front) point(svg, m, view.looks[arm], x(m.x), y);
+  }
+  return svg;
+}
+function drawDistribution(box, panel, view) {
+  const marks = panel.marks[view.metric].filter((m) => view.arms.includes(m.arm));
+  const names = [`${view.metric}, ms`, view.metric === "ITL" ? "% of tokens" : "% of requests"];
+  return drawCurves(box, marks, view, names, 100, true);
+}
+function drawLoad(box, panel, view) {
+  const marks = panel.marks[view.metric].filter((m) => view.arms.includes(m.arm));
+  const top = Math.max(...marks.map((m) => m.y), 0) * 1.1 || 1;
+  return drawCurves(box, marks, view, [panel.keys.against, view.metric], top, false);
 }

@@ -11,7 +11,9 @@ from ladder.options import argument, option
 class ReportOptions:
     """Which measurements, and where their report goes."""
 
-    inputs: tuple[Path, ...] = argument("Files of JSON lines, as `ladder bench` and `ladder trace` write them.")
+    inputs: tuple[Path, ...] = argument(
+        "Files of JSON lines, as `ladder bench`, `ladder trace` and `ladder load` write them."
+    )
     out: Path = option(Path("report"), "Folder for report.html and the pictures.")
 
     def __post_init__(self) -> None:

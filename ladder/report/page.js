@@ -212,6 +212,19 @@ function page() {
       },
     });
   }
+  if (DATA.loads.cells.length) {
+    const drawn = (panel) => Object.keys(panel.marks).filter((name) => panel.marks[name].length);
+    const show = { extra: { name: "show", as: "metric", values: drawn, start: (panel) => drawn(panel)[0] } };
+    figure("load-latency", "Latency of requests", "Which share of the requests (of the tokens, for ITL) took at most so long. Points: p50, p90, p99.", DATA.figures["load-latency"], drawDistribution, {
+      ...show,
+      none: "No lines of single requests.",
+    });
+    figure("load-rate", "Load", "Each point is a run.", DATA.figures["load-rate"], drawLoad, {
+      ...show,
+      none: "A curve needs runs at more than one rate, or with more than one number of requests at a time.",
+    });
+    table(section("loads", "Runs of requests", "A header sorts the table. Milliseconds where nothing else is said."), DATA.loads.columns, DATA.loads.cells, "runs of requests");
+  }
   if (DATA.rows.cells.length) {
     published();
     table(section("rows", "All measurements", "A header sorts the table."), DATA.rows.columns, DATA.rows.cells, "all measurements");

@@ -13,6 +13,7 @@ from typing import Any
 
 from ladder.bench.trace.lanes import COLOURS, Step
 from ladder.report.figures import BASE, SPEEDUP, Panel, heights, predicted_ms
+from ladder.report.load_figures import load_table
 from ladder.report.looks import TIMES, Look
 from ladder.report.plots import SHOWN, SPEEDUP_TICKS, timeline_title
 from ladder.report.published import beside, published
@@ -77,6 +78,7 @@ def page(lines: ReportData, figures: Mapping[str, Sequence[Panel]], looks: dict[
         "timelines": [_timeline(lane) for lane in lines.lanes],
         "spans": COLOURS,
         "rows": _table(lines.rows),
+        "loads": load_table(lines.loads),
         "published": {"source": published()["source"], "setting": published()["setting"], "rows": _beside(lines.rows)},
     }
     parts = {
@@ -97,9 +99,10 @@ def harmless(data: Any) -> str:
 def summary(lines: ReportData, figures: Mapping[str, Sequence[Panel]]) -> list[str]:
     """What was read, and the answer in a sentence."""
     chips = sorted({row.chip for row in lines.rows if row.chip})
+    counted = [f"{len(lines.rows)} measurements"] if lines.rows or not lines.loads else []
+    counted += [f"{len(lines.loads)} runs of requests"] if lines.loads else []
     sentences = [
-        f"{len(lines.rows)} measurements from {', '.join(lines.sources)}"
-        + (f" on {', '.join(chips)}." if chips else ".")
+        f"{' and '.join(counted)} from {', '.join(lines.sources)}" + (f" on {', '.join(chips)}." if chips else ".")
     ]
     if any(row.link_kind == "emulated" for row in lines.rows):
         sentences[0] += " On an emulated link an all-reduce takes no less than alpha + bytes / beta of that link."

@@ -31,11 +31,14 @@ Drawing = Callable[[Any, Panel, dict[str, Look]], Any]
 
 
 def pictures(
-    figures: Mapping[str, Sequence[Panel]], lanes: Sequence[Lanes], looks: dict[str, Look], out: Path
+    figures: Mapping[str, Sequence[Panel]],
+    drawings: Mapping[str, Drawing],
+    lanes: Sequence[Lanes],
+    looks: dict[str, Look],
+    out: Path,
 ) -> list[Path]:
     """One file for each panel and each rank's timeline; their names are made of their choices."""
     pyplot = load_pyplot()
-    drawings: dict[str, Drawing] = {"throughput": _throughput, "frontier": _frontier, "latency": _latency}
     taken: set[str] = set()
     written = []
     with plot_style(pyplot, **{"hatch.linewidth": 1.0}):
@@ -106,7 +109,7 @@ def _throughput(pyplot: Any, panel: Panel, looks: dict[str, Look]) -> Any:
                 axis.set_ylim(0, 1.15 * max(mark.high or mark.y for mark in marks.values()))
             if place == 0:
                 axis.set_ylabel(metric)
-    return _finish(pyplot, drawn, panel, arms, looks, "Throughput by wiring", bars=True)
+    return finish(pyplot, drawn, panel, arms, looks, "Throughput by wiring", bars=True)
 
 
 def _bar(axis: Any, at: float, mark: Mark, look: Look, metric: str, small: bool) -> None:
@@ -135,18 +138,18 @@ def _frontier(pyplot: Any, panel: Panel, looks: dict[str, Look]) -> Any:
     for arm in arms:
         own, look = [mark for mark in marks if mark.arm == arm], looks[arm]
         front = [mark for mark in own if mark.front]
-        axis.plot([m.x for m in front], [m.y for m in front], _dash(look), color=look.colour, linewidth=1.6, zorder=2)
-        axis.scatter([m.x for m in own], [m.y for m in own], **_dot(look), zorder=3)
+        axis.plot([m.x for m in front], [m.y for m in front], dash(look), color=look.colour, linewidth=1.6, zorder=2)
+        axis.scatter([m.x for m in own], [m.y for m in own], **dot(look), zorder=3)
     low, high = min(mark.y for mark in marks), max(mark.y for mark in marks)
     if high > 8 * low:
         axis.set_yscale("log")
-        _log_ticks(axis, "y", low / 1.25, high * 1.25)
+        log_ticks(axis, "y", low / 1.25, high * 1.25)
     _point_names(axis, panel)
     axis.margins(x=0.08)
     axis.grid(alpha=0.25)
     axis.set_xlabel("tokens/s for each user  (faster answers →)")
     axis.set_ylabel("tokens/s for each GPU  (cheaper tokens →)")
-    return _finish(pyplot, drawn, panel, arms, looks, "Pareto frontier over batch and TP")
+    return finish(pyplot, drawn, panel, arms, looks, "Pareto frontier over batch and TP")
 
 
 def _point_names(axis: Any, panel: Panel) -> None:
@@ -160,11 +163,13 @@ def _point_names(axis: Any, panel: Panel) -> None:
         axis.annotate(cell, (mark.x, mark.y), (7, 5), textcoords="offset points", fontsize=9, color=_INK)
 
 
-def _dash(look: Look) -> str:
+def dash(look: Look) -> str:
+    """How an arm's line is drawn."""
     return "-" if look.fill == "solid" else "--"
 
 
-def _dot(look: Look) -> dict[str, Any]:
+def dot(look: Look) -> dict[str, Any]:
+    """How an arm's points are drawn."""
     face = "white" if look.fill != "solid" else look.colour
     return {"marker": MARKERS[look.marker], "s": 46, "facecolors": face, "edgecolors": look.colour, "linewidths": 1.4}
 
@@ -182,19 +187,19 @@ def _latency(pyplot: Any, panel: Panel, looks: dict[str, Look]) -> Any:
         look = looks[arm]
         aside = 1.014 ** (place - (len(arms) - 1) / 2)  # points of one link stand side by side
         curve = panel.curves.get(arm, ())
-        axis.plot([x for x, _ in curve], [y for _, y in curve], _dash(look), color=look.colour, linewidth=1.6, zorder=2)
+        axis.plot([x for x, _ in curve], [y for _, y in curve], dash(look), color=look.colour, linewidth=1.6, zorder=2)
         own = [(aside * (mark.x if mark.x > 0 else nought or low), mark) for mark in marks if mark.arm == arm]
         for x, mark in own:
             if mark.low is not None and mark.high is not None:
                 axis.plot([x, x], [mark.low, mark.high], color=look.colour, linewidth=1.2, zorder=2)
-        axis.scatter([x for x, _ in own], [mark.y for _, mark in own], **_dot(look), zorder=3)
+        axis.scatter([x for x, _ in own], [mark.y for _, mark in own], **dot(look), zorder=3)
     axis.axhline(1, color=_INK, linewidth=0.8, linestyle=":")
-    _log_ticks(axis, "x", low, high, nought)
+    log_ticks(axis, "x", low, high, nought)
     _speedup_ticks(axis, *heights(panel))
     axis.grid(alpha=0.25)
     axis.set_xlabel("latency of the link, alpha (µs)")
     axis.set_ylabel("times as fast as standard, decoding")
-    return _finish(pyplot, drawn, panel, arms, looks, "Speed-up against link latency (points: measured)")
+    return finish(pyplot, drawn, panel, arms, looks, "Speed-up against link latency (points: measured)")
 
 
 def _speedup_ticks(axis: Any, low: float, high: float) -> None:
@@ -204,7 +209,7 @@ def _speedup_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_yticks([], minor=True)
 
 
-def _log_ticks(axis: Any, which: str, low: float, high: float, nought: float | None = None) -> None:
+def log_ticks(axis: Any, which: str, low: float, high: float, nought: float | None = None) -> None:
     """1, 2, 5, 10, ... as plain numbers, and 0 at a place of its own."""
     ticks = [digit * 10**power for power in range(-3, 9) for digit in (1, 2, 5) if low <= digit * 10**power <= high]
     places, names = [float(tick) for tick in ticks], [f"{tick:g}" for tick in ticks]
@@ -215,7 +220,7 @@ def _log_ticks(axis: Any, which: str, low: float, high: float, nought: float | N
     getattr(axis, f"set_{which}ticks")([], minor=True)
 
 
-def _finish(
+def finish(
     pyplot: Any, drawn: Any, panel: Panel, arms: Sequence[str], looks: dict[str, Look], title: str, bars: bool = False
 ) -> Any:
     """Title and legend above, and below where and how it was measured; each at its distance in inches."""
@@ -246,4 +251,7 @@ def _cut(text: str) -> str:
 def _line(pyplot: Any, look: Look) -> Any:
     face = "white" if look.fill != "solid" else look.colour
     shape = {"marker": MARKERS[look.marker], "markerfacecolor": face, "markersize": 7}
-    return pyplot.Line2D([], [], color=look.colour, linestyle=_dash(look), **shape)
+    return pyplot.Line2D([], [], color=look.colour, linestyle=dash(look), **shape)
+
+
+DRAWINGS: dict[str, Drawing] = {"throughput": _throughput, "frontier": _frontier, "latency": _latency}

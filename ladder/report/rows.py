@@ -4,16 +4,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from ladder.bench.trace.lanes import COLOURS, Span, Step
 from ladder.comm.link import LINKS, Link
 from ladder.errors import LadderError
 from ladder.perf.measurements import read_lines
-
-LARGEST = 1e15  # a number beyond it is a mistake, in every unit there is here
+from ladder.report.loads import MEASURES, LoadLines, LoadRun
+from ladder.report.values import LARGEST, filled, harmless_text, short
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ class ReportData:
     rows: Sequence[Row]
     lanes: Sequence[Lanes]
     not_drawn: Sequence[str]  # a sentence per file with lines that are not drawn
+    loads: Sequence[LoadRun] = ()
 
 
 def load(inputs: Sequence[Path]) -> ReportData:
@@ -142,69 +143,58 @@ def load(inputs: Sequence[Path]) -> ReportData:
         raise LadderError("no file of measurements: make one with `ladder bench`")
     rows: list[Row] = []
     lanes: list[Lanes] = []
+    loads: list[LoadRun] = []
     not_drawn: list[str] = []
     for path in inputs:
         steps: dict[int, list[tuple[Step, dict[str, str]]]] = {}
         lines = read_lines(path)
         others: Counter[str] = Counter({"torn last line": 1} if lines.torn else {})
-        before = len(rows)
+        before, served = len(rows), LoadLines()
         for number, raw in lines.objects:
-            if raw.get("tpot_ms_p50") is not None:
+            if raw.get("measure") in MEASURES:
+                served.add(raw, f"{path} line {number}")
+            elif raw.get("tpot_ms_p50") is not None:
                 rows.append(_row(raw, f"{path} line {number}"))
             elif (step := _step(raw)) is not None:
-                facts = {key: _text(raw[key]) for key in _FACTS if isinstance(raw.get(key), str)}
+                facts = {key: harmless_text(raw[key]) for key in _FACTS if isinstance(raw.get(key), str)}
                 steps.setdefault(step.rank, []).append((step, facts))
             else:
                 others[_kind(raw)] += 1
-        if len(rows) == before and not steps:
+        runs, without = served.runs()
+        if without:
+            others["line of a request whose run has no line"] = without
+        if len(rows) == before and not steps and not runs:
             found = f" (it has {_counted(others)})" if others else ""
-            raise LadderError(f"{path} has nothing to draw{found}: give what `ladder bench` or `ladder trace` wrote")
-        name = _text(path.name)
+            raise LadderError(
+                f"{path} has nothing to draw{found}: give what `ladder bench`, `ladder trace` or `ladder load` wrote"
+            )
+        loads += runs
+        name = harmless_text(path.name)
         lanes += [Lanes(name, rank, [s for s, _ in found], found[0][1]) for rank, found in sorted(steps.items())]
         if others:
             not_drawn.append(f"{name}: not drawn are {_counted(others)}.")
-    return ReportData([_text(path.name) for path in inputs], rows, lanes, not_drawn)
-
-
-_FACTS = ("chip", "mode", "link", "link_kind", "commit", "time")
+    return ReportData([harmless_text(path.name) for path in inputs], rows, lanes, not_drawn, loads)
 
 
 def _row(raw: dict[str, Any], where: str) -> Row:
     given = {key: value for key, value in raw.items() if value is not None}
     given = {**{new: given[old] for new, old in (("arm", "wiring"), ("wiring", "arm")) if old in given}, **given}
-    values: dict[str, Any] = {}
-    for field, hint in zip(fields(Row), get_type_hints(Row).values(), strict=True):
-        if field.name not in given:
-            if field.default is MISSING:
-                raise LadderError(f"{where}: the key {field.name!r} is missing")
-            continue
-        kind = (get_args(hint) or (hint,))[0]
-        values[field.name] = _value(given[field.name], kind, field.name, where)
+    row = filled(Row, given, where)
     for name in ("tp", "batch", "tpot_ms_p50"):
-        if not values[name] > 0:
-            raise LadderError(f"{where}: {name} must be more than 0, not {_short(str(values[name]))}")
-    return Row(**values)
+        if not getattr(row, name) > 0:
+            raise LadderError(f"{where}: {name} must be more than 0, not {short(str(getattr(row, name)))}")
+    return row
 
 
-def _value(value: Any, kind: type, name: str, where: str) -> Any:
-    if kind is str:
-        if isinstance(value, str):
-            return _text(value)
-        raise LadderError(f"{where}: {name} must be a text, not {_short(repr(value))}")
-    lowest = -LARGEST if name == "hidden" else 0  # more may be exposed than communication took, by noise
-    number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if not number or not lowest <= value <= LARGEST:
-        what = "a whole number" if kind is int else "a number"
-        raise LadderError(f"{where}: {name} must be {what} of at least 0, not {_short(repr(value))}")
-    return value if kind is int else float(value)
+_FACTS = ("chip", "mode", "link", "link_kind", "commit", "time")
 
 
 def _step(raw: dict[str, Any]) -> Step | None:
     """A step's spans, where the line has them and they can be drawn."""
     try:
         whole = Step.read(raw)
-        lanes = [[Span(_text(s.name), float(s.begin), float(s.end)) for s in lane] for lane in _lanes(whole)]
-        step = Step(_text(whole.wiring), int(whole.rank), *lanes)
+        lanes = [[Span(harmless_text(s.name), float(s.begin), float(s.end)) for s in lane] for lane in _lanes(whole)]
+        step = Step(harmless_text(whole.wiring), int(whole.rank), *lanes)
         possible = all(0 <= span.begin <= span.end <= LARGEST for lane in lanes for span in lane)
         known = all(span.name.split()[0] in COLOURS for span in step.compute)
         return step if step.compute and possible and known and step.ms > 0 else None
@@ -219,9 +209,9 @@ def _lanes(step: Step) -> tuple[Sequence[Span], ...]:
 def _kind(raw: dict[str, Any]) -> str:
     """What a line calls itself, or else what it holds."""
     if isinstance(raw.get("measure"), str):
-        return f"line of {_short(_text(raw['measure']))!r}"
+        return f"line of {short(harmless_text(raw['measure']))!r}"
     keys = ", ".join(list(raw)[:3]) or "nothing"
-    return f"line with {_short(_text(keys))}"
+    return f"line with {short(harmless_text(keys))}"
 
 
 def _counted(others: Counter[str]) -> str:
@@ -230,13 +220,3 @@ def _counted(others: Counter[str]) -> str:
     ]
     left = sum(others.values()) - sum(count for _, count in others.most_common(5))
     return ", ".join(shown) + (f" and {left} more" if left else "")
-
-
-def _text(text: str) -> str:
-    """What every font and every file can hold: no control characters, no halves of a character."""
-    whole = text.encode("utf-8", "replace").decode("utf-8")
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in whole)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."

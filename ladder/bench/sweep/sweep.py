@@ -2,8 +2,6 @@
 soon as the cell is measured, and are not measured again.
 """
 
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -23,6 +21,7 @@ from ladder.bench.sweep.options import BenchOptions
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.errors import LadderError
+from ladder.files import LineFile
 from ladder.perf.measurements import read_lines
 from ladder.progress import Progress
 
@@ -51,36 +50,6 @@ def read(out: Path) -> list[dict[str, Any]]:
         return []
     # lines of other programs may be there too
     return [row for _, row in read_lines(out).objects if all(name in row for name in KEYS)]
-
-
-class LineFile:
-    """The file that lines are appended to."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write a line, for good: it is on the disk when this returns."""
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        with self._out.open("a+b") as file:
-            self._mend(file)
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    @staticmethod
-    def _mend(file: Any) -> None:
-        """A last line that has no end is ended, or, where it is torn, removed."""
-        file.seek(0)
-        start = file.read().rfind(b"\n") + 1
-        file.seek(start)
-        last = file.read()
-        try:
-            if last:
-                json.loads(last)
-                file.write(b"\n")
-        except ValueError:
-            file.truncate(start)
 
 
 def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""`ladder chat`: a conversation in a terminal, with a local model or an endpoint."""

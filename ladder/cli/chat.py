@@ -1,0 +1,58 @@
+"""`ladder chat`."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from ladder.chat.options import ChatOptions, ChatSampling, LocalOptions
+from ladder.cli.verbs import bytes_bar, verb
+from ladder.errors import LadderError
+
+
+@verb(ChatOptions, LocalOptions, ChatSampling)
+def chat(options: ChatOptions, engine: LocalOptions, sampling: ChatSampling, named: frozenset[str]) -> None:
+    """Talk with a local model or an OpenAI-compatible endpoint. From a pipe: one line per turn."""
+    from ladder.chat.terminal import Terminal
+
+    if options.remote is None:
+        _local(options, engine, sampling, Terminal())
+        return
+    if local := sorted(named & {field.name for field in fields(LocalOptions)}):
+        raise LadderError(f"--{local[0].replace('_', '-')} is for local models, not for the endpoint {options.remote}")
+    from ladder.chat.conversation import Conversation
+    from ladder.chat.remote import RemotePartner
+    from ladder.client.endpoint import Endpoint
+
+    endpoint = Endpoint.parse(options.remote, options.api_key)
+    with RemotePartner(endpoint, options.name, _given(sampling, named)) as partner:
+        Conversation(partner, Terminal(), options.system).run()
+
+
+def _local(options: ChatOptions, engine: LocalOptions, sampling: ChatSampling, terminal: Any) -> None:
+    from ladder.chat.conversation import Conversation  # torch takes seconds to import: not for --help
+    from ladder.chat.local import LocalPartner, check
+    from ladder.engine.executors.start import adopt_torchrun_size
+    from ladder.engine.llm import LLM
+    from ladder.engine.setup import Setup
+
+    if options.target is not None:
+        engine = replace(engine, model=Path(options.target))
+    setup = Setup(adopt_torchrun_size(engine))
+    check(setup)
+    loaded = 0
+    with bytes_bar("loading weights") as show:
+
+        def progress(count: int) -> None:
+            nonlocal loaded
+            loaded += count
+            show(loaded, setup.weight_bytes, "loading weights")
+
+        llm = LLM.load(setup, progress)
+    with llm:
+        Conversation(LocalPartner(llm, sampling), terminal, options.system).run()
+
+
+def _given(sampling: ChatSampling, named: frozenset[str]) -> dict[str, Any]:
+    """The options that were given, under the names that endpoints know."""
+    known = {field.name: getattr(sampling, field.name) for field in fields(ChatSampling) if field.name in named}
+    return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in known.items()}
