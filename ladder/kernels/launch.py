@@ -1,7 +1,7 @@
 """Launches the kernels of a forward pass: Triton or the reference. Activations are rows: [rows, width]."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class Kernels:
         self.flags = flags and lanes > 1  # and some of them poll the flags of all-reduces
         self.cores = cores  # the GPU's multiprocessors
         self.pdl = pdl  # programmatic dependent launch, which chips have from compute capability 9.0 on
+        self.sample = partial(sample, cores=cores or PROGRAMS)
         self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
 
     @classmethod
@@ -173,10 +174,6 @@ class Kernels:
         return expert_down(
             hidden, down, routing, block.first, block.local, plus, divisor, block.residual_scale, self.pdl
         )
-
-    def sample(self, *given: Any) -> None:
-        """See `kernels.sampling.sample`."""
-        sample(*given, self.cores or PROGRAMS)
 
     def argmax(self, logits: Tensor, first: int, count: int) -> Tensor:
         return argmax(logits, first, count, self.pdl)
