@@ -84,7 +84,7 @@ def _weigh(x, begin, end, top, rate, pivots, BLOCK: tl.constexpr, PIVOTS: tl.con
             here = group + tile * BLOCK + i
             y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
             m = (tl.exp2(y * rate) * 268435456.0).to(tl.uint32)
-            some += tl.where(y[:, None] <= pivots[None, :], m[:, None], 0)
+            some += tl.where(y[:, None] <= pivots[None, :], m[:, None], 0).to(tl.uint32)
         mass += some.to(tl.int64)
     return tl.sum(mass, axis=0)
 
@@ -115,8 +115,9 @@ def _search(x, begin, end, top, temperature, sums, arrived, met, hi, share, k, P
         met += 1
         _meet(arrived, met * PROGRAMS)
         all = tl.load(sums + number * PIVOTS + j, cache_modifier=".cg")
-        if (number == 0) & (not COUNT):
-            need = (tl.max(all, axis=0).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
+        if not COUNT:
+            if number == 0:
+                need = (tl.max(all, axis=0).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
         # where even the last pivot is not enough, everything within it is kept
         enough = (all >= need) | (j == PIVOTS - 1)
         upto = tl.min(tl.where(enough, all, 9223372036854775807), axis=0)
