@@ -29,7 +29,7 @@ from ladder.kernels.sampling.sample import (
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-VOCAB = 128256 if GPU else 1200
+VOCAB = 128256 if GPU else 5000
 # mode, temperature, top-k, top-p, min-p
 KINDS = [
     (DRAW, 0.8, 0, 0.95, 0.0),
@@ -74,7 +74,7 @@ def drawn(f: Any, logits: Tensor, kinds: list[tuple[float, ...]], seed: int = 0)
     seeds = torch.randint(2**62, (batch + 2,), generator=generator)
     given = [x.to(DEVICE) for x in (logits, params, seeds, slots, torch.arange(batch) + 7)]
     chosen, tokens, last = (torch.full((n,), -7, device=DEVICE) for n in (batch, batch, batch + 2))
-    f(*given, chosen, tokens, last, Scratch.of(batch, DEVICE), VOCAB)
+    f(*given, chosen, tokens, last, Scratch.of(batch, VOCAB, DEVICE), VOCAB)
     return chosen.cpu(), tokens.cpu(), last.cpu()
 
 

@@ -54,7 +54,7 @@ class Sampler:
         self._numbers = torch.zeros(2, slots, dtype=torch.long, device=device)  # seeds; positions up to which none ends
         self._known: Tensor | None = None  # [slots, vocab] int32, see `adjust`; made when a request needs it
         self._bias: Tensor | None = None
-        self._scratch = Scratch.of(slots, device) if isinstance(launch, Kernels) else None
+        self._scratch = Scratch.of(slots, vocab, device) if isinstance(launch, Kernels) else None
 
     def begin(self, sequence: RunningSequence) -> None:
         """A sequence has got a slot."""
@@ -130,9 +130,12 @@ class Sampler:
             logits = self._launch.adjust(
                 logits, self._params, self._known, self._bias, until, slots, positions, self._vocab
             )
+        params = [each.spec.params for each in sequences]
+        searches = any(each.top_k for each in params), any(each.top_p < 1 for each in params)
         self._launch.sample(
-            logits, self._params, seeds, slots, positions, chosen, tokens, self.last, self._scratch, self._vocab
-        )
+            logits, self._params, seeds, slots, positions, chosen, tokens, self.last, self._scratch, self._vocab,
+            searches,
+        )  # fmt: skip
         if adjusts:
             assert self._known is not None
             self._launch.note(self._known, slots, chosen)

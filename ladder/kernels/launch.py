@@ -1,7 +1,6 @@
 """Launches the kernels of a forward pass: Triton or the reference. Activations are rows: [rows, width]."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.sampling.adjust import adjust, adjust_reference, note, note_reference
 from ladder.kernels.sampling.argmax import argmax, argmax_reference, choose, choose_reference
-from ladder.kernels.sampling.sample import PROGRAMS, sample, sample_reference
+from ladder.kernels.sampling.sample import sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
 from ladder.kernels.table import MOST, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
@@ -83,7 +82,6 @@ class Kernels:
         self.flags = flags and lanes > 1  # and some of them poll the flags of all-reduces
         self.cores = cores  # the GPU's multiprocessors
         self.pdl = pdl  # programmatic dependent launch, which chips have from compute capability 9.0 on
-        self.sample = partial(sample, cores=cores or PROGRAMS)
         self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
 
     @classmethod
@@ -110,6 +108,7 @@ class Kernels:
     activate = staticmethod(activate_rows)
     adjust = staticmethod(adjust)
     note = staticmethod(note)
+    sample = staticmethod(sample)
 
     def norm(self, source: Source, norm: Norm | None) -> tuple[Tensor, Tensor]:
         return add_norm(source, norm, pdl=self.pdl and len(source.base) <= MOST)

@@ -9,6 +9,8 @@ kept, the token with the largest
 
 is a sample of softmax(x / T) (Gumbel's trick). Masses are whole numbers, so that the order of additions, and with it
 the number of programs and of sequences, changes no result. Tokens that are equally likely are kept or dropped together.
+
+Every round is a kernel of many programs, of which the one that ends last decides where the next round looks.
 """
 
 import math
@@ -21,119 +23,149 @@ from ladder.jit import tl, triton
 from ladder.kernels.sampling.random import exponential_reference, exponentials
 
 PIVOTS = 8
-ROUNDS = 16  # 8^16 is more than the distances that float32 can tell apart
+ROUNDS = 8  # of a search: distances are told apart to one part in 8^8
 UNIT = 2.0**28  # the mass of the likeliest token
 REACH = (
     19.5  # tokens that are further from the likeliest, in units of the temperature, have no mass: exp(-19.5) UNIT < 1
 )
-FOLD = 8  # tiles whose masses are added up in 32 bits: FOLD UNIT is less than 2^32
-PROGRAMS = 128  # in all, at most: they wait for each other, so the chip must hold all of them at once
+BLOCK, TILES = 512, 8  # a program has so many tokens, in so many tiles: a sum of TILES masses is less than 2^32
 # columns of a sequence's parameters
 SKIP, ARGMAX, DRAW = 0, 1, 2  # modes: the choice that was made stands; the likeliest of these logits; a sample
 MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, COLUMNS = range(9)
+KERNELS = 2 + 2 * ROUNDS  # the first, the rounds of two searches, the last
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where the programs of a sequence leave what they found, for up to `batch` sequences."""
+    """Where programs leave what they found, for up to `batch` sequences."""
 
-    sums: Tensor  # [batch, 2 filters, rounds, pivots] tokens or masses, int64
-    arrived: Tensor  # [batch] int32
-    found: Tensor  # [batch, programs, 4] float32: largest and smallest logit; best score, its token
+    sums: Tensor  # [batch, kernels, pivots + 1] int64: tokens or masses, and how many programs have ended
+    state: Tensor  # [batch, 8] float64: largest logit, how far is kept, the search's brackets and what is within them
+    found: Tensor  # [batch, programs, 2] float32
 
     @classmethod
-    def of(cls, batch: int, device: torch.device) -> "Scratch":
-        shape = (batch, 2, ROUNDS, PIVOTS)
+    def of(cls, batch: int, vocab: int, device: torch.device) -> "Scratch":
         return cls(
-            torch.zeros(shape, dtype=torch.int64, device=device),
-            torch.zeros(batch, dtype=torch.int32, device=device),
-            torch.zeros(batch, PROGRAMS, 4, device=device),
+            torch.zeros(batch, KERNELS, PIVOTS + 1, dtype=torch.int64, device=device),
+            torch.zeros(batch, 8, dtype=torch.float64, device=device),
+            torch.zeros(batch, -(-vocab // (BLOCK * TILES)), 2, device=device),
         )
 
 
 @triton.jit
-def _meet(arrived, goal):
-    """Go on when `goal` programs have come: what they wrote before can be read."""
+def _is_last(sums, PIVOTS: tl.constexpr):
+    """Whether all other programs of this sequence have ended: what they wrote can be read."""
     tl.debug_barrier()
-    tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
-    while tl.atomic_add(arrived, 0, sem="acq_rel", scope="gpu") < goal:
-        pass
-    tl.debug_barrier()
+    return tl.atomic_add(sums + PIVOTS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
 
 
 @triton.jit
-def _count(x, begin, end, top, pivots, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
-    """How many tokens are within each of the pivots."""
-    i = tl.arange(0, BLOCK)
-    count = tl.zeros([BLOCK, PIVOTS], tl.int32)
-    for at in range(begin, end, BLOCK):
-        here = at + i
-        y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
-        count += (y[:, None] <= pivots[None, :]).to(tl.int32)
-    return tl.sum(count, axis=0).to(tl.int64)
+def _begin(logits, settings, slots, sums, state, found, step, count, COLUMNS: tl.constexpr, KERNELS: tl.constexpr,
+           PIVOTS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The largest logit, and how far from it tokens are kept by min-p."""
+    part = tl.program_id(0)
+    b = tl.program_id(1)
+    own = settings + tl.load(slots + b) * COLUMNS
+    if tl.load(own) == 0.0:
+        return
+    x = logits + b.to(tl.int64) * step
+    state += b * 8
+    found += b * tl.num_programs(0) * 2
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    for tile in tl.static_range(TILES):
+        here = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        z = tl.load(x + here, mask=here < count, other=float("-inf"))
+        z = tl.where(z == z, z, float("inf"))  # not a number: as bad as infinite
+        most = tl.maximum(most, z)
+        least = tl.minimum(least, tl.where(z > float("-inf"), z, float("inf")))
+    tl.store(found + part * 2, tl.max(most, axis=0))
+    tl.store(found + part * 2 + 1, tl.min(least, axis=0))
+    if _is_last(sums + b * KERNELS * (PIVOTS + 1), PIVOTS):
+        r = tl.arange(0, PARTS)
+        inside = r < tl.num_programs(0)
+        top = tl.max(tl.load(found + r * 2, mask=inside, other=float("-inf"), cache_modifier=".cg"), axis=0)
+        bottom = tl.min(tl.load(found + r * 2 + 1, mask=inside, other=float("inf"), cache_modifier=".cg"), axis=0)
+        min_p = tl.load(own + 4)
+        bound = top - bottom
+        if min_p > 0.0:
+            bound = tl.minimum(bound, -tl.load(own + 1) * tl.log(min_p))
+        tl.store(state, top.to(tl.float64))
+        tl.store(state + 1, bound.to(tl.float64))
 
 
 @triton.jit
-def _weigh(x, begin, end, top, rate, pivots, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, FOLD: tl.constexpr):
-    """The mass within each of the pivots. A few tiles are added up in 32 bits, which they cannot exceed."""
-    i = tl.arange(0, BLOCK)
-    mass = tl.zeros([BLOCK, PIVOTS], tl.int64)
-    for group in range(begin, end, FOLD * BLOCK):
-        some = tl.zeros([BLOCK, PIVOTS], tl.uint32)
-        for tile in tl.static_range(FOLD):
-            here = group + tile * BLOCK + i
-            y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
-            m = (tl.exp2(y * rate) * 268435456.0).to(tl.uint32)
-            some += tl.where(y[:, None] <= pivots[None, :], m[:, None], 0).to(tl.uint32)
-        mass += some.to(tl.int64)
-    return tl.sum(mass, axis=0)
-
-
-@triton.jit
-def _search(x, begin, end, top, temperature, sums, arrived, met, hi, share, k, PROGRAMS: tl.constexpr,
-            BLOCK: tl.constexpr, PIVOTS: tl.constexpr, ROUNDS: tl.constexpr, FOLD: tl.constexpr,
-            COUNT: tl.constexpr):  # fmt: skip
-    """The smallest distance up to `hi` within which there are `k` tokens (COUNT) or `share` of the mass within `hi`;
-    and how often the programs have met.
+def _round(logits, settings, slots, sums, state, step, count, number, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
+           KERNELS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+           COUNT: tl.constexpr):  # fmt: skip
+    """One round of the search for the smallest distance within which there are k tokens (COUNT) or top-p of the mass.
+    The state has: the largest logit, what is kept; from where to where the search goes, what is within these two, and
+    what is needed.
     """
-    j = tl.arange(0, PIVOTS)
+    part = tl.program_id(0)
+    b = tl.program_id(1)
+    own = settings + tl.load(slots + b) * COLUMNS
+    temperature = tl.load(own + 1)
+    k = tl.load(own + 2)
+    top_p = tl.load(own + 3)
+    state += b * 8
+    top = tl.load(state).to(tl.float32)
+    wanted = (tl.load(own) == 2.0) & (top > float("-inf")) & (top < float("inf"))
+    wanted = wanted & (k > 0.0) & (k < count) if COUNT else wanted & (top_p < 1.0)
+    begins = number == 0
+    found = (number > 0) & (tl.load(state + 7) > 0.0)
+    if found | (wanted == 0):
+        return
     rate = -1.4426950408889634 / temperature  # exp(-y / T) is 2^(y rate)
-    lo = -1.0  # nothing is so near
-    below = tl.full([], 0, tl.int64)  # what is within lo
-    upto = tl.full([], 9223372036854775807, tl.int64)  # and within hi
-    need = tl.full([], 0, tl.int64) + k
-    number = 0
-    one = tl.full([], 1, tl.int64)  # what a token within hi adds at least
-    while (number < ROUNDS) & (upto - below >= 2 * one):
-        least = tl.maximum(lo, 0.0)
-        pivots = tl.where(j == PIVOTS - 1, hi, least + (hi - least) * ((j + 1.0) / PIVOTS))
+    whole = tl.load(state + 1).to(tl.float32)
+    whole = whole if COUNT else tl.minimum(whole, 19.5 * temperature)
+    lo = tl.where(begins, -1.0, tl.load(state + 2).to(tl.float32))  # nothing is as near as -1
+    hi = tl.where(begins, whole, tl.load(state + 3).to(tl.float32))
+    below = tl.where(begins, 0.0, tl.load(state + 4)).to(tl.int64)
+    need = tl.where(begins, k.to(tl.float64), tl.load(state + 6)).to(tl.int64)
+    j = tl.arange(0, PIVOTS)
+    near = tl.maximum(lo, 0.0)
+    pivots = tl.where(j == PIVOTS - 1, hi, near + (hi - near) * ((j + 1.0) / PIVOTS))
+    x = logits + b.to(tl.int64) * step
+    some = tl.zeros([BLOCK, PIVOTS], tl.uint32)
+    for tile in tl.static_range(TILES):
+        here = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        y = top - tl.load(x + here, mask=here < count, other=float("-inf"))
+        inside = y[:, None] <= pivots[None, :]
         if COUNT:
-            mine = _count(x, begin, end, top, pivots, BLOCK, PIVOTS)
+            some += inside.to(tl.uint32)
         else:
-            mine = _weigh(x, begin, end, top, rate, pivots, BLOCK, PIVOTS, FOLD)
-        tl.atomic_add(sums + number * PIVOTS + j, mine, sem="relaxed", scope="gpu")
-        met += 1
-        _meet(arrived, met * PROGRAMS)
-        all = tl.load(sums + number * PIVOTS + j, cache_modifier=".cg")
+            m = (tl.exp2(y * rate) * 268435456.0).to(tl.uint32)
+            some += tl.where(inside, m[:, None], 0).to(tl.uint32)
+    sums += (b * KERNELS + 1 + number + (0 if COUNT else ROUNDS)) * (PIVOTS + 1)
+    tl.atomic_add(sums + j, tl.sum(some.to(tl.int64), axis=0), sem="relaxed", scope="gpu")
+    if _is_last(sums, PIVOTS):
+        all = tl.load(sums + j, cache_modifier=".cg")
         if not COUNT:
-            if number == 0:
-                need = (tl.max(all, axis=0).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
+            share = (tl.max(all, axis=0).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+            need = tl.where(begins, share, need)
         # where even the last pivot is not enough, everything within it is kept
         enough = (all >= need) | (j == PIVOTS - 1)
         upto = tl.min(tl.where(enough, all, 9223372036854775807), axis=0)
         below = tl.max(tl.where(enough, below, all), axis=0)
         lo = tl.max(tl.where(enough, lo, pivots), axis=0)
         hi = tl.min(tl.where(enough, pivots, hi), axis=0)
+        one = tl.full([], 1, tl.int64)  # what a token within hi adds at least
         if not COUNT:
             one = tl.maximum((tl.exp2(hi * rate) * 268435456.0).to(tl.int64), 1)
-        number += 1
-    return hi, met
+        tl.store(state + 1, hi.to(tl.float64))
+        tl.store(state + 2, lo.to(tl.float64))
+        tl.store(state + 3, hi.to(tl.float64))
+        tl.store(state + 4, below.to(tl.float64))
+        tl.store(state + 6, need.to(tl.float64))
+        tl.store(state + 7, (upto - below < 2 * one).to(tl.float64))
 
 
 @triton.jit
-def _sample(logits, settings, seeds, slots, positions, chosen, tokens, last, sums, arrived, found, step, count,
-            COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
-            PIVOTS: tl.constexpr, ROUNDS: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
+def _draw(logits, settings, seeds, slots, positions, chosen, tokens, last, sums, state, found, step, count,
+          COLUMNS: tl.constexpr, KERNELS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+          PARTS: tl.constexpr):  # fmt: skip
+    """The best of what is kept."""
     part = tl.program_id(0)
     b = tl.program_id(1)
     slot = tl.load(slots + b)
@@ -142,67 +174,37 @@ def _sample(logits, settings, seeds, slots, positions, chosen, tokens, last, sum
     if mode == 0.0:
         return
     temperature = tl.load(own + 1)
-    k = tl.load(own + 2).to(tl.int32)
-    top_p = tl.load(own + 3)
-    min_p = tl.load(own + 4)
     seed = tl.load(seeds + slot)
     position = tl.load(positions + b).to(tl.int32)
-    x = logits + b.to(tl.int64) * step
-    arrived += b
-    found += b * MOST * 4
-    share = tl.cdiv(tl.cdiv(count, PROGRAMS), BLOCK) * BLOCK
-    begin = tl.minimum(part * share, count)
-    end = tl.minimum(begin + share, count)
-    i = tl.arange(0, BLOCK)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    for at in range(begin, end, BLOCK):
-        here = at + i
-        z = tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
-        z = tl.where(z == z, z, float("inf"))  # not a number: as bad as infinite
-        most = tl.maximum(most, z)
-        least = tl.minimum(least, tl.where(z > float("-inf"), z, float("inf")))
-    tl.store(found + part * 4, tl.max(most, axis=0))
-    tl.store(found + part * 4 + 1, tl.min(least, axis=0))
-    _meet(arrived, PROGRAMS)
-    met = 1
-    r = tl.arange(0, MOST)
-    top = tl.max(tl.load(found + r * 4, mask=r < PROGRAMS, other=float("-inf"), cache_modifier=".cg"), axis=0)
-    bottom = tl.min(tl.load(found + r * 4 + 1, mask=r < PROGRAMS, other=float("inf"), cache_modifier=".cg"), axis=0)
+    top = tl.load(state + b * 8).to(tl.float32)
+    bound = tl.load(state + b * 8 + 1).to(tl.float32)
     finite = (top < float("inf")) & (top > float("-inf"))
-    bound = float("inf")
-    if (mode == 2.0) & finite:
-        if min_p > 0.0:
-            bound = -temperature * tl.log(min_p)
-        if (k > 0) & (k < count):
-            hi = tl.minimum(bound, top - bottom)
-            bound, met = _search(x, begin, end, top, temperature, sums + b * 2 * ROUNDS * PIVOTS, arrived, met, hi,
-                                 top_p, k, PROGRAMS, BLOCK, PIVOTS, ROUNDS, FOLD, True)  # fmt: skip
-        if top_p < 1.0:
-            hi = tl.minimum(bound, 19.5 * temperature)
-            bound, met = _search(x, begin, end, top, temperature, sums + (b * 2 + 1) * ROUNDS * PIVOTS, arrived, met,
-                                 hi, top_p, 0, PROGRAMS, BLOCK, PIVOTS, ROUNDS, FOLD, False)  # fmt: skip
+    x = logits + b.to(tl.int64) * step
+    found += b * tl.num_programs(0) * 2
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     which = tl.full([BLOCK], 2147483647, tl.int32)
     if finite:
-        for at in range(begin, end, BLOCK):
-            here = at + i
-            y = top - tl.load(x + here, mask=here < end, other=float("-inf"), cache_modifier=".cg")
+        for tile in tl.static_range(TILES):
+            first = (part * TILES + tile) * BLOCK
+            here = first + tl.arange(0, BLOCK)
+            y = top - tl.load(x + here, mask=here < count, other=float("-inf"))
             score = -y
             if mode == 2.0:
-                score = -y / temperature - tl.log(exponentials(seed, position, at, BLOCK // 4))
-            score = tl.where((y <= bound) & (y < float("inf")), score, float("-inf"))
+                score = -y / temperature - tl.log(exponentials(seed, position, first, BLOCK // 4))
+                score = tl.where(y <= bound, score, float("-inf"))
+            score = tl.where(y < float("inf"), score, float("-inf"))
             which = tl.where(score > best, here, which)  # the first of equals stays
             best = tl.maximum(best, score)
     highest = tl.max(best, axis=0)
-    tl.store(found + part * 4 + 2, highest)
-    tl.store(found + part * 4 + 3, tl.min(tl.where(best == highest, which, 2147483647), axis=0).to(tl.float32))
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == (met + 1) * PROGRAMS - 1:
-        scores = tl.load(found + r * 4 + 2, mask=r < PROGRAMS, other=float("-inf"), cache_modifier=".cg")
-        ids = tl.load(found + r * 4 + 3, mask=r < PROGRAMS, other=0.0, cache_modifier=".cg")
-        first = tl.min(tl.where(scores == tl.max(scores, axis=0), r, MOST), axis=0)
-        token = tl.sum(tl.where(r == first, ids, 0.0), axis=0).to(tl.int64)
+    tl.store(found + part * 2, highest)
+    tl.store(found + part * 2 + 1, tl.min(tl.where(best == highest, which, 2147483647), axis=0).to(tl.float32))
+    if _is_last(sums + (b * KERNELS + KERNELS - 1) * (PIVOTS + 1), PIVOTS):
+        r = tl.arange(0, PARTS)
+        inside = r < tl.num_programs(0)
+        scores = tl.load(found + r * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        ids = tl.load(found + r * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        winner = tl.min(tl.where(inside & (scores == tl.max(scores, axis=0)), r, PARTS), axis=0)
+        token = tl.sum(tl.where(r == winner, ids, 0.0), axis=0).to(tl.int64)
         tl.store(chosen + b, tl.where(finite, token, -1))
         token = tl.where(finite, token, 0)
         tl.store(tokens + b, token)
@@ -220,29 +222,31 @@ def sample(
     last: Tensor,
     scratch: Scratch | None,
     count: int,
-    cores: int = PROGRAMS,
+    searches: tuple[bool, bool] = (True, True),
 ) -> None:
     """A token of every sequence whose mode is not SKIP, from the first `count` of its `logits` [batch, step], float32:
     into `chosen` [batch], -1 where they are not finite; into `tokens` [batch] and `last` [slots], 0 there.
 
     `params` [slots, COLUMNS] and `seeds` [slots] are those of `slots` [batch]; `positions` [batch]: the new tokens'.
-    `cores`: the GPU's multiprocessors, each of which has room for a program.
+    `searches`: whether some sequence has a top-k, and whether one has a top-p.
     """
     assert scratch is not None
-    batch = len(logits)
-    programs = 1 if _interpreted() else max(1, min(min(PROGRAMS, cores) // batch, triton.cdiv(count, 2048)))
-    scratch.sums[:batch].zero_()
-    scratch.arrived[:batch].zero_()
-    _sample[(programs, batch)](
-        logits, params, seeds, slots, positions, chosen, tokens, last, scratch.sums, scratch.arrived,
-        scratch.found, logits.stride(0), count, COLUMNS=COLUMNS, PROGRAMS=programs, MOST=PROGRAMS,
-        BLOCK=2048, PIVOTS=PIVOTS, ROUNDS=ROUNDS, FOLD=FOLD, num_warps=16,
+    sums, state, found = scratch.sums, scratch.state, scratch.found
+    batch, step = len(logits), logits.stride(0)
+    grid = (triton.cdiv(count, BLOCK * TILES), batch)
+    shape = {"COLUMNS": COLUMNS, "KERNELS": KERNELS, "PIVOTS": PIVOTS, "BLOCK": BLOCK, "TILES": TILES, "num_warps": 4}
+    parts = triton.next_power_of_2(grid[0])
+    sums[:batch].zero_()
+    _begin[grid](logits, params, slots, sums, state, found, step, count, PARTS=parts, **shape)
+    for counts, wanted in zip((True, False), searches, strict=True):
+        for number in range(ROUNDS if wanted else 0):
+            _round[grid](
+                logits, params, slots, sums, state, step, count, number, ROUNDS=ROUNDS, COUNT=counts, **shape
+            )  # fmt: skip
+    _draw[grid](
+        logits, params, seeds, slots, positions, chosen, tokens, last, sums, state, found, step, count, PARTS=parts,
+        **shape,
     )  # fmt: skip
-
-
-def _interpreted() -> bool:
-    """Triton's interpreter runs one program after the other: they cannot wait for each other."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def sample_reference(
@@ -256,6 +260,7 @@ def sample_reference(
     last: Tensor,
     scratch: Scratch | None,
     count: int,
+    searches: tuple[bool, bool] = (True, True),
 ) -> None:
     """The same with torch, one sequence after the other."""
     for b, slot in enumerate(slots.tolist()):
