@@ -6,7 +6,8 @@ async with AsyncLLM("path/to/model", tp=2) as llm:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -117,21 +118,23 @@ class AsyncLLM:
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Result]:
         """The `n` results of a prompt, a text or a list of ids."""
         requests = await self._checked(prompt, params)
-        async for _ in self.run(requests):
-            pass
+        async with aclosing(self.run(requests)) as parts:
+            async for _ in parts:
+                pass
         return [request.result() for request in requests]
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
         """Chunks as they come; those of the `n` results, numbered by `index`, are interleaved."""
-        async for chunks in self.run(await self._checked(prompt, params)):
-            for chunk in chunks:
-                yield chunk
+        async with aclosing(self.run(await self._checked(prompt, params))) as parts:
+            async for chunks in parts:
+                for chunk in chunks:
+                    yield chunk
 
     async def _checked(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         """Tokenized by another thread: long prompts take a while."""
         return await asyncio.to_thread(self.setup.requests, [prompt], params or SamplingParams())
 
-    async def run(self, requests: Sequence[Request]) -> AsyncIterator[list[Chunk]]:
+    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[list[Chunk], None]:
         """Run requests that were checked before: all chunks that have come since the last."""
         outlet = Outlet(len(requests))
         try:

@@ -17,6 +17,8 @@ from ladder.server.endpoint import Endpoint, Served
 from ladder.server.errors import ApiError, json_response
 from ladder.server.metrics import CONTENT_TYPE
 
+MOST_HEADERS = 64 * 1024  # bytes
+
 
 def make_app(served: Served) -> Starlette:
     """The ASGI application of a server."""
@@ -49,7 +51,7 @@ def make_app(served: Served) -> Starlette:
         Route("/metrics", metrics),
     ]
     key = served.options.key()
-    middleware = [] if key is None else [Middleware(ApiKey, key=key)]
+    middleware = [Middleware(Headers)] + ([] if key is None else [Middleware(ApiKey, key=key)])
     handlers = {HTTPException: _http_error, ApiError: _api_error}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)  # type: ignore[arg-type]
 
@@ -66,6 +68,22 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _api_error(request: Request, error: ApiError) -> Response:
     return error.response()
+
+
+class Headers:
+    """Refuses large ones. (uvicorn does so only where they come in several pieces.)"""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            size = len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
+            if size > MOST_HEADERS:
+                error = ApiError(431, f"the headers have more than {MOST_HEADERS} bytes", connection="close")
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class ApiKey:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +95,9 @@ class Endpoint:
         if asked.stream:
             await self._stream(answer, asked, requests, reply, observed)
         else:
-            async for chunks in llm.run(requests):
-                observed.add(chunks)
+            async with aclosing(llm.run(requests)) as parts:
+                async for chunks in parts:
+                    observed.add(chunks)
             _check_finite(requests)
             observed.outcome = "ok"
             await reply.whole(answer.whole(requests))
@@ -104,17 +106,18 @@ class Endpoint:
         self, answer: Answer, asked: schema.Asked, requests: list[Request], reply: "Reply", observed: Observed
     ) -> None:
         begun: set[int] = set()
-        async for chunks in self._served.llm.run(requests):
-            observed.add(chunks)
-            for chunk in merged(chunks):
-                request = requests[chunk.index]
-                if chunk.index not in begun and (first := answer.first(request)) is not None:
-                    await reply.event(first)
-                begun.add(chunk.index)
-                if chunk.finish_reason == "error":
-                    _check_finite(requests)
-                if (part := answer.part(request, chunk)) is not None:
-                    await reply.event(part)
+        async with aclosing(self._served.llm.run(requests)) as parts:
+            async for chunks in parts:
+                observed.add(chunks)
+                for chunk in merged(chunks):
+                    request = requests[chunk.index]
+                    if chunk.index not in begun and (first := answer.first(request)) is not None:
+                        await reply.event(first)
+                    begun.add(chunk.index)
+                    if chunk.finish_reason == "error":
+                        _check_finite(requests)
+                    if (part := answer.part(request, chunk)) is not None:
+                        await reply.event(part)
         observed.outcome = "ok"
         await reply.done(answer.usage_part(requests) if asked.include_usage else None)
 

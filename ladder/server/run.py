@@ -16,13 +16,12 @@ from ladder.engine.frontend.supervisor import Restarts
 from ladder.engine.options import EMBEDDED
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError, RankError
-from ladder.server.app import make_app
+from ladder.server.app import MOST_HEADERS, make_app
 from ladder.server.endpoint import Served
 from ladder.server.metrics import Metrics
 from ladder.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
-HEADERS = 64 * 1024  # bytes of a request's headers, at most
 BACKLOG = 2048  # connections that wait to be accepted
 KEEP_ALIVE = 30  # seconds that a connection without requests stays open
 LAST_WORDS = 1.0  # seconds in which requests that were cancelled at the end may still answer
@@ -109,7 +108,7 @@ def make_server(llm: AsyncLLM, name: str, options: ServerOptions) -> Server:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=options.grace,  # type: ignore[arg-type]
-        h11_max_incomplete_event_size=HEADERS,
+        h11_max_incomplete_event_size=MOST_HEADERS,
     )
     return Server(config, llm)
 

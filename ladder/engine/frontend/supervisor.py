@@ -32,7 +32,7 @@ class Restarts:
     longest: float = 60.0
 
     def delay(self, failures: int) -> float:
-        return float(min(self.longest, self.first * 2.0 ** (failures - 1)))
+        return float(min(self.longest, self.first * 2.0 ** min(failures - 1, 100)))
 
 
 @dataclass(frozen=True)
