@@ -35,6 +35,7 @@ ROWS += [
     "perf",
     "checkpoint",
     "engine",
+    "server",
     "hf",
     "data",
     "scan",

@@ -1,6 +1,7 @@
 """A model directory made ready for generation: everything is checked here, before a weight is read."""
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,6 +55,7 @@ class Setup:
         self.directory.check(shards)
         self.weight_bytes = sum(s.target.numel() * s.target.element_size() for s in shards)  # of all ranks together
         self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
+        self.tokenizing = threading.Lock()  # tokenizers may not encode in two threads at once
 
     def _dtype(self, stored: str) -> str:
         """The dtype to compute in: the one that was asked for, else the checkpoint's where this device has it."""
@@ -104,7 +106,8 @@ class Setup:
                 prompt.encode("utf-8")
             except UnicodeEncodeError:
                 raise LadderError(f"prompt {index} is not valid UTF-8") from None
-            tokens = encode(self.tokenizer, prompt)
+            with self.tokenizing:
+                tokens = encode(self.tokenizer, prompt)
         else:
             if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
                 raise LadderError(f"prompt {index} must be a text or a list of ids, not {type(prompt).__name__}")

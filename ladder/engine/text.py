@@ -36,10 +36,13 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     return tokenizer
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """A prompt's tokens. (Whether they fit the model's context is checked by the caller, not warned of here.)"""
+def encode(tokenizer: Any, prompt: str, special: bool = True) -> list[int]:
+    """A prompt's tokens. (Whether they fit the model's context is checked by the caller, not warned of here.)
+
+    `special`: with those that the tokenizer puts around every text, such as a beginning of text.
+    """
     with _errors_only():
-        return [int(token) for token in tokenizer(prompt).input_ids]
+        return [int(token) for token in tokenizer(prompt, add_special_tokens=special).input_ids]
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The executor whose first rank is this process: a single rank, or the first of those that torchrun has started."""
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,17 +18,18 @@ class InProcessExecutor:
     def __init__(self, runner: ModelRunner, control: Control) -> None:
         self._runner = runner
         self._control = control
-        self._commands: list[Command] = []  # for the next step
+        self._sent: deque[Sequence[Command]] = deque()  # for the next step
+        self._step_lock = threading.Lock()  # another thread may close
         self._early: list[NewToken] = []  # of steps made for `free_slots`
 
     @property
     def free_slots(self) -> int:
-        if self._commands and not self._runner.stopped:
+        if self._sent and not self._runner.stopped:
             self._early += self._step()
         return self._runner.free_slots
 
     def send(self, commands: Sequence[Command]) -> None:
-        self._commands += commands
+        self._sent.append(commands)
 
     def poll(self) -> list[NewToken]:
         early, self._early = self._early, []
@@ -35,8 +38,10 @@ class InProcessExecutor:
     def _step(self) -> list[NewToken]:
         if self._runner.stopped:
             raise LadderError("a step was interrupted: make a new LLM")
-        commands, self._commands = self._commands, []
-        with lost_peers():
+        commands: list[Command] = []
+        while self._sent:
+            commands += self._sent.popleft()
+        with lost_peers(), self._step_lock:
             try:
                 self._runner.apply(self._control.share(commands))
                 return self._runner.step() if self._runner.busy else []
@@ -45,11 +50,12 @@ class InProcessExecutor:
                 raise
 
     def close(self) -> None:
-        if not self._runner.stopped:
-            self._runner.apply([Shutdown()])
-            with lost_peers():
-                self._control.share([Shutdown()])
-            leave()
+        with self._step_lock:
+            if not self._runner.stopped:
+                self._runner.apply([Shutdown()])
+                with lost_peers():
+                    self._control.share([Shutdown()])
+                leave()
 
 
 @contextmanager

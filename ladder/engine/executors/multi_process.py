@@ -20,7 +20,7 @@ from ladder.engine.executors.rank_processes import HEARTBEAT, RankProcesses, for
 from ladder.engine.executors.worker import Loaded, Ready, StepOutput, run_rank
 from ladder.engine.model_runner import Command, NewToken, Shutdown
 from ladder.engine.setup import Setup
-from ladder.errors import RankError
+from ladder.errors import LadderError, RankError
 
 START = 120.0  # seconds until a rank's first heartbeat, at most
 SHUTDOWN = 5.0  # seconds for ranks that were asked to end
@@ -74,6 +74,8 @@ class MultiProcessExecutor:
     def send(self, commands: Sequence[Command]) -> None:
         if self._error is not None:
             self._raise()
+        if not commands:
+            return
         with contextlib.suppress(OSError):  # a rank that has just died: the watchdog will report it
             self._ranks.first.send(list(commands))
         self._sent += 1
@@ -114,6 +116,9 @@ class MultiProcessExecutor:
         self._ranks.kill()
         if self._watchdog is not None:
             self._watchdog.join()
+        if self._error is None:  # a thread that waits for tokens has waited in vain
+            self._error = LadderError("this engine has been closed: make a new one")
+            self._outputs.put(None)
         self._ranks.close()
 
     def _watch(self) -> None:

@@ -16,14 +16,16 @@ from ladder.errors import LadderError
 
 
 class Executor(Protocol):
-    """Takes commands and gives tokens."""
+    """Takes commands and gives tokens. One thread polls; others may send and close meanwhile."""
 
     @property
     def free_slots(self) -> int:
         """How many slots are free once every command sent so far has been carried out."""
         ...
 
-    def send(self, commands: Sequence[Command]) -> None: ...
+    def send(self, commands: Sequence[Command]) -> None:
+        """One thread at a time. Raises the error that has ended the ranks, where one has, also if there are none."""
+        ...
 
     def poll(self) -> list[NewToken]:
         """Wait for the next tokens (there may be none). Called only while sequences are running or waiting."""
