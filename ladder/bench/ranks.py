@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ladder.engine.executors.control import join, leave, own_device
+from ladder.engine.executors.control import join, leave, own_device, stay_on_this_machine
 from ladder.engine.executors.rank_processes import RankProcesses, reporting_failures
+from ladder.engine.executors.rendezvous import Rendezvous
 
 TIMEOUT = 300.0  # seconds a rank may wait for another
 
@@ -82,7 +82,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 def _rank(
     rank: int,
-    port: int,
+    rendezvous: Rendezvous,
     pipe: Connection,
     size: int,
     device: torch.device,
@@ -92,9 +92,10 @@ def _rank(
 ) -> None:
     with reporting_failures(pipe):
         torch.set_num_threads(1)
-        store = TCPStore("127.0.0.1", port, size, is_master=False)
+        stay_on_this_machine()
         device, own_gpu = own_device(device, rank, size)
-        comm, _ = join(rank, size, device, own_gpu, comm_backend or ("nccl" if own_gpu else "gloo"), TIMEOUT, store)
+        backend, store = comm_backend or ("nccl" if own_gpu else "gloo"), rendezvous.store()
+        comm, _ = join(rank, size, device, own_gpu, backend, TIMEOUT, store, rendezvous.token)
         with torch.inference_mode():
             for result in work(comm, device, *arguments) or ():
                 if rank == 0:

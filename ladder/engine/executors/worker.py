@@ -8,16 +8,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.checkpoint import load
 from ladder.comm.base import Comm
 from ladder.comm.signalled import Signalled
 from ladder.comm.timed import Timed
 from ladder.devices import cpu_multiplies_bfloat16, silence_bfloat16_fallback
-from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device
+from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device, stay_on_this_machine
 from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm, HeartbeatControl
 from ladder.engine.executors.rank_processes import reporting_failures
+from ladder.engine.executors.rendezvous import Rendezvous
 from ladder.engine.model_runner import Command, ModelRunner, NewToken
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
@@ -87,7 +87,7 @@ def _all_have_triton(comm: Comm, device: torch.device) -> bool:
     return found
 
 
-def run_rank(rank: int, port: int, pipe: Connection, options: EngineOptions, shared: Any) -> None:
+def run_rank(rank: int, rendezvous: Rendezvous, pipe: Connection, options: EngineOptions, shared: Any) -> None:
     """One rank's process, from start to end."""
     heartbeat = Heartbeat(shared, rank)
     heartbeat.beat()
@@ -96,9 +96,10 @@ def run_rank(rank: int, port: int, pipe: Connection, options: EngineOptions, sha
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.tp))
         setup = Setup(options, tokenizer=False)
         device, own_gpu = own_device(setup.device, rank, options.tp)
-        store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
+        stay_on_this_machine()
         # the watchdog finds a rank that does not answer, so collectives have no time-out
-        comm, control = join(rank, options.tp, device, own_gpu, options.comm_backend, NO_TIMEOUT.total_seconds(), store)
+        timeout, store = NO_TIMEOUT.total_seconds(), rendezvous.store()
+        comm, control = join(rank, options.tp, device, own_gpu, options.comm_backend, timeout, store, rendezvous.token)
         runner = make_model_runner(
             setup, HeartbeatComm(comm, heartbeat), device, lambda count: pipe.send(Loaded(count))
         )
