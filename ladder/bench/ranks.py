@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ladder.engine.executors.control import join, leave, own_device, stay_on_this_machine
 from ladder.engine.executors.rank_processes import RankProcesses, reporting_failures
 from ladder.engine.executors.rendezvous import Rendezvous
+from ladder.logs import shown
 
 TIMEOUT = 300.0  # seconds a rank may wait for another
 
@@ -90,7 +91,7 @@ def _rank(
     work: Callable[..., Iterable[Any] | None],
     arguments: tuple[Any, ...],
 ) -> None:
-    with reporting_failures(pipe):
+    with reporting_failures(pipe), shown(rendezvous.log_level, f"ladder rank {rank}"):
         torch.set_num_threads(1)
         stay_on_this_machine()
         device, own_gpu = own_device(device, rank, size)

@@ -131,7 +131,7 @@ class Symmetric:
             if required:
                 raise LadderError(f"symmetric memory cannot be had, {reason}: leave --comm-backend to auto") from None
             if inner.rank == 0:
-                logger.info("no symmetric memory, %s: all-reduces use the process group", reason)
+                logger.warning("no symmetric memory, %s: all-reduces use the process group, which is slower", reason)
             return inner
         return comm
 
@@ -266,6 +266,8 @@ def _map(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> Room
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         signs: Tensor = together(group, lambda: OneShot.room(symm, size, device))
         light = together(group, lambda: OneShot(signs, _meet(symm, signs, group).buffer_ptrs, rank, size))
+    elif dist.get_rank(group) == 0:
+        logger.info("no all-reduces that set a flag: they need Triton on all ranks")
     return Room(memory, group.group_name, multicast, light)
 
 

@@ -1,5 +1,6 @@
 """How all ranks get the first rank's commands; their process groups; torchrun's environment of a process."""
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ladder.engine.executors.rendezvous import loopback
 from ladder.engine.executors.seal import HEADER, Seal, greet
 from ladder.engine.model_runner import Command
 from ladder.errors import LadderError
+
+logger = logging.getLogger(__name__)
 
 # that NCCL may use in a decode step, one for each of its thread blocks: what is computed meanwhile has the others
 MULTIPROCESSORS = 8
@@ -112,6 +115,8 @@ def join(
         torch.cuda.set_device(device)  # streams and events are those of the current device
     if size == 1:
         return Solo(), LocalControl()
+    if device.type == "cuda" and comm_backend == "auto" and not own_gpu and rank == 0:
+        logger.warning("gloo instead of symmetric memory or NCCL: ranks share a GPU, all-reduces go through the CPU")
     limit = timedelta(seconds=timeout)
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     if group_backend(comm_backend, own_gpu) == "nccl":

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ladder.engine.executors.seal import new_token
+from ladder.logs import current_level
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Rendezvous:
 
     size: int
     token: bytes = field(default_factory=new_token, repr=False)
+    log_level: int = field(default_factory=current_level)
     file: int = field(default_factory=lambda: os.memfd_create("ladder-rendezvous"))
 
     def store(self) -> FileStore:
@@ -34,11 +36,11 @@ class Rendezvous:
             self.file = -1
 
     def __reduce__(self) -> tuple[Callable[..., "Rendezvous"], tuple[Any, ...]]:
-        return _received, (self.size, self.token, DupFd(self.file))
+        return _received, (self.size, self.token, self.log_level, DupFd(self.file))
 
 
-def _received(size: int, token: bytes, file: Any) -> Rendezvous:
-    return Rendezvous(size, token, file.detach())
+def _received(size: int, token: bytes, log_level: int, file: Any) -> Rendezvous:
+    return Rendezvous(size, token, log_level, file.detach())
 
 
 def loopback() -> str | None:

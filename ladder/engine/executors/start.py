@@ -15,6 +15,7 @@ from ladder.engine.model_runner import Command, NewToken
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
+from ladder.logs import name_rank
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def start(setup: Setup, progress: Callable[[int], None] | None = None) -> Execut
     own, options = torchrun_rank(), setup.options
     if own is not None and options.tp > 1:
         device, own_gpu = own_device(setup.device, own.local_rank, own.local_size)
+        name_rank(own.rank)
         token = read_token(options.token_file)
         if not token and own.local_size < own.size and own.rank == 0:
             logger.warning("ranks on several machines without --token-file: any host that reaches them can join them")

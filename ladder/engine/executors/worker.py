@@ -23,6 +23,7 @@ from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
 from ladder.jit import PRESENT
 from ladder.kernels.launch import Kernels
+from ladder.logs import shown
 from ladder.model import Decoder
 
 logger = logging.getLogger(__name__)
@@ -57,16 +58,13 @@ def make_model_runner(
         silence_bfloat16_fallback()
     timed = comm if setup.link is None or comm.size == 1 else Timed(comm, setup.link)  # one rank sends nothing
     launch, graphs = None, False
-    if (
-        device.type == "cuda"
-        and setup.options.kernels
-        and setup.config.dtype != "float64"
-        and _all_have_triton(comm, device)
-    ):
+    if device.type == "cuda" and setup.options.kernels and _kernels_fit(setup, comm, device):
         launch = Kernels.on(device, setup.table)
         graphs = getattr(timed, "capturable", False)
         if not graphs and comm.rank == 0:
-            logger.info("no CUDA graphs: this communication backend cannot be captured in one")
+            linked = timed is not comm and getattr(comm, "capturable", False)
+            reason = "an emulated link" if linked else "this communication backend"
+            logger.info("no CUDA graphs: %s cannot be captured in one", reason)
         if timed.size > 1 and (graphs or getattr(timed, "signals", False)):
             # a flag for each all-reduce, the embedding's too
             timed = Signalled([timed], device, setup.config.most_all_reduces)
@@ -77,6 +75,14 @@ def make_model_runner(
         progress,
     )
     return ModelRunner(model, setup.options.max_num_seqs, setup.options.prefill_chunk, launch, graphs)
+
+
+def _kernels_fit(setup: Setup, comm: Comm, device: torch.device) -> bool:
+    if setup.config.dtype == "float64":
+        if comm.rank == 0:
+            logger.info("plain torch instead of our kernels: they do not compute in float64")
+        return False
+    return _all_have_triton(comm, device)
 
 
 def _all_have_triton(comm: Comm, device: torch.device) -> bool:
@@ -91,7 +97,7 @@ def run_rank(rank: int, rendezvous: Rendezvous, pipe: Connection, options: Engin
     """One rank's process, from start to end."""
     heartbeat = Heartbeat(shared, rank)
     heartbeat.beat()
-    with reporting_failures(pipe, heartbeat.beat):
+    with reporting_failures(pipe, heartbeat.beat), shown(rendezvous.log_level, f"ladder rank {rank}"):
         # so that the ranks together use each core once, and leave some to the communication's threads
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.tp))
         setup = Setup(options, tokenizer=False)
