@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
-from ladder.checkpoint import SINGLE, load
+from ladder.checkpoint import SINGLE, Directory, load
 from ladder.engine.executors.multi_process import MultiProcessExecutor
 from ladder.engine.executors.worker import run_rank
 from ladder.engine.model_runner import ModelRunner
@@ -92,7 +92,7 @@ def rank_pids() -> list[int]:
 def ranks(
     model: Path, answer: list[int], target: Callable[..., None] = run_rank, **options: Any
 ) -> Iterator[tuple[LLM, list[int]]]:
-    """An LLM that has answered rightly, and its ranks' processes; afterwards these are gone and their ports are free."""
+    """An LLM that has answered rightly, and its ranks' processes; afterwards they are gone and their ports are free."""
     setup = Setup(EngineOptions(model, **{"tp": 2, "max_num_seqs": 4, **options}))
     processes = MultiProcessExecutor(setup, target=target)
     pids = processes.pids
@@ -257,20 +257,28 @@ def test_while_it_loads(model: Path, harm: Callable[[], object], message: str) -
 
 
 def load_slowly(rank: int, *arguments: Any) -> None:
-    """`run_rank`, which hears of the other ranks and then takes twice the time-out for its weights."""
+    """`run_rank`, which hears of the other ranks and then takes more than three times the time-out for its weights:
+    each read takes a while, and the first as long as the time-out.
+    """
+    read, reads = Directory.read, count()
 
-    def slow(model: Decoder, *more: Any) -> Decoder:
+    def slow_read(self: Directory, *which: Any) -> torch.Tensor:
+        time.sleep(0.15 if next(reads) else 2.5)
+        return read(self, *which)
+
+    def load_after_talk(model: Decoder, *more: Any) -> Decoder:
         model.comm.all_gather(torch.zeros(1))
-        time.sleep(4.0)
         return load(model, *more)
 
-    patch("ladder.engine.executors.worker.load", slow).start()
+    patch.object(Directory, "read", slow_read).start()
+    patch("ladder.engine.executors.worker.load", load_after_talk).start()
     run_rank(rank, *arguments)
 
 
 def test_takes_long_to_load(model: Path, answer: list[int]) -> None:
+    begin = time.monotonic()
     with ranks(model, answer, load_slowly, timeout=2.0):
-        pass
+        assert time.monotonic() - begin > 3 * 2.0
 
 
 def count_threads(out: Path, rank: int, *arguments: Any) -> None:
