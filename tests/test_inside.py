@@ -111,6 +111,14 @@ def test_names_of_the_machine_that_made_a_tokenizer_do_no_harm(model: Path) -> N
     assert load_tokenizer(model, 320) is not None
 
 
+def test_a_huge_id_is_not_counted_up_to(model: Path) -> None:
+    raw = json.loads((model / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["a"] = 2**31
+    (model / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(LadderError, match="has the number 2147483648, which can be no token's id"):
+        load_tokenizer(model, 320)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
 def test_a_pipe_in_a_files_place_is_not_waited_for(name: str, model: Path) -> None:
     (model / name).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from ladder.errors import LadderError
 
 MOST_TOKENIZER = 256 << 20  # bytes of one of a tokenizer's files
 _PLAIN = re.compile(r"[\w .@+=-]{1,200}", re.ASCII)
+_HUGE = re.compile(rb'(?<!\\)":\s*([0-9]{9,})')  # the library counts up to the largest id of a vocabulary
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 # keys of tokenizer_config.json under which transformers finds the name of a file
 _TOKENIZER_KEYS = ("vocab_file", "merges_file", "tokenizer_file", "spm_file", "sp_model_file", "chat_template_file")
@@ -37,6 +38,9 @@ def check_tokenizer(directory: Path) -> None:
     for file in (file for pattern in _TOKENIZER for file in directory.glob(pattern)):
         if file.is_file() and (size := file.stat().st_size) > MOST_TOKENIZER:
             raise LadderError(f"{file} has {size} bytes: a tokenizer's file has at most {MOST_TOKENIZER}")
+    whole = directory / "tokenizer.json"
+    if whole.is_file() and (found := _HUGE.search(whole.read_bytes())):
+        raise LadderError(f"{whole} has the number {found[1][:40].decode()}, which can be no token's id")
     config = directory / "tokenizer_config.json"
     if not config.exists():
         return
