@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ladder.config import ModelConfig, read_json
+from ladder.config import ModelConfig
+from ladder.config.inside import index_table
 from ladder.errors import LadderError
 from ladder.layers.shard import Shard
 from ladder.model import Decoder
@@ -182,12 +183,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
         pickled = any(file.suffix in (".bin", ".pth") for file in folder.glob("*.*"))
         hint = ": save pickled weights (.bin, .pth) as safetensors first" if pickled else ""
         raise LadderError(f"{folder} has neither {SINGLE} nor {INDEX}, and only safetensors weights are read{hint}")
-    table = read_json(index).get("weight_map")
-    if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
-        raise LadderError(f"{index} has no 'weight_map' from tensors to files")
+    table = index_table(index)
     for file in sorted(set(table.values())):
-        if Path(file).name != file:
-            raise LadderError(f"{index} names {file!r}, which is not the plain name of a file in its folder")
         present = set(_names(folder / file))
         for name in (name for name, at in table.items() if at == file):
             if name not in present:

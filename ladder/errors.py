@@ -7,8 +7,14 @@ from typing import TypeVar
 Choice = TypeVar("Choice", str, int)
 
 
+LONGEST = 1500  # characters of a message: what is wrong may be a value of any length
+
+
 class LadderError(ValueError):
     """Bad input. The text names what was wrong, the value, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-400:]}")
 
 
 class RankError(RuntimeError):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.multiprocessing as mp
 
@@ -13,6 +14,16 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """The addresses and ports at which processes listen."""
+    return {
+        (str(each.laddr.ip), int(each.laddr.port))
+        for pid in pids
+        for each in psutil.Process(pid).net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def world(size: int) -> list[dict[str, str]]:

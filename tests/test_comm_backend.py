@@ -110,7 +110,8 @@ def test_the_option_decides_the_group(
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("Group", (), options), raising=False)
     monkeypatch.setattr(control, "Distributed", distributed)
-    monkeypatch.setattr(control, "BroadcastControl", lambda control_group: control_group)
+    monkeypatch.setattr(control, "BroadcastControl", lambda control_group, key: control_group)
+    monkeypatch.setattr(control, "greet", lambda *_: b"")
     monkeypatch.setattr(Symmetric, "build", build)
     comm, control_group = join(0, 2, torch.device("cuda:0"), own_gpu, backend, 1.0)
     assert groups == [group] and str(control_group) == "control_group"

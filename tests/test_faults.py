@@ -1,4 +1,4 @@
-"""Whatever happens to a rank: one clear error that names it, nobody left behind, the port free, and the next run works.
+"""Whatever happens to a rank: one clear error that names it, nobody left behind, no port open, and the next run works.
 
 Every test that starts ranks sees them answer rightly first, so each is the next run of the one before.
 """
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
-from ladder.checkpoint import SINGLE, load
+from ladder.checkpoint import SINGLE, Directory, load
 from ladder.engine.executors.multi_process import MultiProcessExecutor
 from ladder.engine.executors.worker import run_rank
 from ladder.engine.model_runner import ModelRunner
@@ -35,6 +35,7 @@ from ladder.engine.setup import Setup
 from ladder.errors import LadderError, RankError
 from ladder.model import Decoder
 from tests.checkpoints import tiny
+from tests.processes import listening
 
 SOON = 10.0  # seconds in which every rank must be gone
 LIMIT = 120.0  # seconds for commands that would otherwise hang; they need about twenty
@@ -81,12 +82,6 @@ def assert_free(port: int) -> None:
         server.listen()
 
 
-def listening(port: int) -> set[str]:
-    """The addresses at which this machine listens on a port."""
-    found = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {at.split(":")[0] for _, at, _, status, *_ in found[1:] if status == "0A" and at.endswith(f":{port:04X}")}
-
-
 def rank_pids() -> list[int]:
     """The processes of the ranks that this process has started, in rank order."""
     ranks = [child for child in active_children() if child.name.startswith("ladder-rank-")]
@@ -97,18 +92,20 @@ def rank_pids() -> list[int]:
 def ranks(
     model: Path, answer: list[int], target: Callable[..., None] = run_rank, **options: Any
 ) -> Iterator[tuple[LLM, list[int]]]:
-    """An LLM that has answered rightly, and its ranks' processes; afterwards these are gone and the port is free."""
+    """An LLM that has answered rightly, and its ranks' processes; afterwards they are gone and their ports are free."""
     setup = Setup(EngineOptions(model, **{"tp": 2, "max_num_seqs": 4, **options}))
     processes = MultiProcessExecutor(setup, target=target)
-    port, pids = processes.port, processes.pids
+    pids = processes.pids
     with LLM.over(setup, processes) as llm:
         assert llm.generate([PROMPT], SHORT)[0].token_ids == answer
         assert pids == rank_pids() and not any(state(pid)[0] in "ZX" for pid in pids)
-        assert listening(port) == {"0100007F"}  # 127.0.0.1, and no other
+        ports = listening(pids)
+        assert {address for address, _ in ports} == {"127.0.0.1"} and not listening([os.getpid()])
         yield llm, pids
         begin = time.monotonic()
     wait_until_gone(pids, begin)
-    assert_free(port)
+    for _, port in ports:
+        assert_free(port)
 
 
 def in_step(harm: Callable[[], object], number: int) -> None:
@@ -260,20 +257,28 @@ def test_while_it_loads(model: Path, harm: Callable[[], object], message: str) -
 
 
 def load_slowly(rank: int, *arguments: Any) -> None:
-    """`run_rank`, which hears of the other ranks and then takes twice the time-out for its weights."""
+    """`run_rank`, which hears of the other ranks and then takes more than three times the time-out for its weights:
+    each read takes a while, and the first as long as the time-out.
+    """
+    read, reads = Directory.read, count()
 
-    def slow(model: Decoder, *more: Any) -> Decoder:
+    def slow_read(self: Directory, *which: Any) -> torch.Tensor:
+        time.sleep(0.15 if next(reads) else 2.5)
+        return read(self, *which)
+
+    def load_after_talk(model: Decoder, *more: Any) -> Decoder:
         model.comm.all_gather(torch.zeros(1))
-        time.sleep(4.0)
         return load(model, *more)
 
-    patch("ladder.engine.executors.worker.load", slow).start()
+    patch.object(Directory, "read", slow_read).start()
+    patch("ladder.engine.executors.worker.load", load_after_talk).start()
     run_rank(rank, *arguments)
 
 
 def test_takes_long_to_load(model: Path, answer: list[int]) -> None:
+    begin = time.monotonic()
     with ranks(model, answer, load_slowly, timeout=2.0):
-        pass
+        assert time.monotonic() - begin > 3 * 2.0
 
 
 def count_threads(out: Path, rank: int, *arguments: Any) -> None:

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "ladder"
 # A module imports only from rows above its own, or from its own room.
 ROWS = [
     "errors",
+    "logs",
     "options",
     "files",
     "progress",

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ladder.engine.executors.control import join, leave, own_device
+from ladder.engine.executors.control import join, leave, own_device, stay_on_this_machine
 from ladder.engine.executors.rank_processes import RankProcesses, reporting_failures
+from ladder.engine.executors.rendezvous import Rendezvous
+from ladder.logs import shown
 
 TIMEOUT = 300.0  # seconds a rank may wait for another
 
@@ -82,7 +83,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 def _rank(
     rank: int,
-    port: int,
+    rendezvous: Rendezvous,
     pipe: Connection,
     size: int,
     device: torch.device,
@@ -90,11 +91,12 @@ def _rank(
     work: Callable[..., Iterable[Any] | None],
     arguments: tuple[Any, ...],
 ) -> None:
-    with reporting_failures(pipe):
+    with reporting_failures(pipe), shown(rendezvous.log_level, f"ladder rank {rank}"):
         torch.set_num_threads(1)
-        store = TCPStore("127.0.0.1", port, size, is_master=False)
+        stay_on_this_machine()
         device, own_gpu = own_device(device, rank, size)
-        comm, _ = join(rank, size, device, own_gpu, comm_backend or ("nccl" if own_gpu else "gloo"), TIMEOUT, store)
+        backend, store = comm_backend or ("nccl" if own_gpu else "gloo"), rendezvous.store()
+        comm, _ = join(rank, size, device, own_gpu, backend, TIMEOUT, store, rendezvous.token)
         with torch.inference_mode():
             for result in work(comm, device, *arguments) or ():
                 if rank == 0:

@@ -23,6 +23,7 @@ from rich.progress import (
 
 from ladder import __version__
 from ladder.engine.options import RENAMED as ENGINE_RENAMED
+from ladder.logs import LEVELS, level_number, shown
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +38,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_LOG_HELP = f"Lines of the log on standard error, from this level on: {', '.join(LEVELS)}."
 _WINDOW = {"--window": "--seq-len"}
 _LINK = {"--link": "--emulate-link"}
 _TRAINING = {**_WINDOW, "--micro": "--micro-batch-size"}
@@ -97,12 +99,22 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
         def command(call: typer.Context, **given: Any) -> None:
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
             filled = (group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items())
+            if (level := given.pop("log_level")) is not None:
+                call.with_resource(shown(level_number(level)))
             sources = {name: call.get_parameter_source(name) for name in given}
             named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
             work(*filled, **({"named": named} if takes_named else {}))
 
         parameters = [inspect.Parameter("call", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
+        parameters.append(
+            inspect.Parameter(
+                "log_level",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=typer.Option(None, "--log-level", help=_LOG_HELP),
+                annotation=str | None,
+            )
+        )
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         app.command(name)(command)
         return command
@@ -111,7 +123,12 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
 
 
 @app.callback(invoke_without_command=True)
-def about(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def about(
+    call: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    log_level: str = typer.Option("warning", "--log-level", help=_LOG_HELP),
+) -> None:
+    call.with_resource(shown(level_number(log_level)))
     if version:
         typer.echo(f"ladder {__version__}")
         raise typer.Exit

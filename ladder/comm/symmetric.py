@@ -4,6 +4,7 @@ An all-reduce is one kernel that synchronizes with its peers through flags in th
 around it, so that small messages take less time. Ranks that cannot map each other's memory use another communicator.
 """
 
+import json
 import logging
 import socket
 from collections.abc import Callable
@@ -36,6 +37,8 @@ MAX_BYTES = 8 * KIB * KIB  # of one message; for larger ones bandwidth counts, w
 SLOTS = 2
 GRAIN = 16  # bytes that one thread of a kernel loads at once: messages are padded to it
 DTYPES = (torch.float32, torch.bfloat16)  # those that the kernels support
+MAX_TEXT = 4096  # bytes of a value that ranks tell each other
+MAX_REASON = 500  # characters, of up to six bytes each
 RENDEZVOUS_TIMEOUT = 60.0  # seconds to wait for a rank that failed while memory was being mapped
 
 
@@ -128,7 +131,7 @@ class Symmetric:
             if required:
                 raise LadderError(f"symmetric memory cannot be had, {reason}: leave --comm-backend to auto") from None
             if inner.rank == 0:
-                logger.info("no symmetric memory, %s: all-reduces use the process group", reason)
+                logger.warning("no symmetric memory, %s: all-reduces use the process group, which is slower", reason)
             return inner
         return comm
 
@@ -230,7 +233,8 @@ def together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
     try:
         result = step()
     except Exception as error:  # of any type: the other ranks must not wait
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__  # the lines below are a C++ stack trace
+        first = str(error).strip().partition("\n")[0]  # the lines below are a C++ stack trace
+        reason = first[:MAX_REASON] or type(error).__name__
     for rank, other in enumerate(everyones(group, reason)):
         if other is not None:
             raise Impossible(f"rank {rank}: {other}")
@@ -238,16 +242,21 @@ def together(group: dist.ProcessGroup, step: Callable[[], T]) -> T:
 
 
 def everyones(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """Each rank's value, in rank order."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    """Each rank's value, in rank order: None, a truth value, a number, a text, or a list of these. As JSON: torch's own
+    way to gather objects runs what it receives.
+    """
+    text = json.dumps(mine).encode()
+    own = torch.zeros(MAX_TEXT, dtype=torch.uint8)
+    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    return [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in found]
 
 
 def _map(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> Room:
     """Each rank's memory, mapped by all. What can fail on one rank alone is tried before the rendezvous."""
     symm = together(group, lambda: _library(device))
-    places = everyones(group, (_machine(), device.index))
+    places = everyones(group, [_machine(), device.index])
     together(group, lambda: _check_peers(places, device))
     room = max_bytes // GRAIN * GRAIN
     memory: Tensor = together(group, lambda: symm.empty((SLOTS, room), dtype=torch.uint8, device=device))
@@ -257,6 +266,8 @@ def _map(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> Room
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         signs: Tensor = together(group, lambda: OneShot.room(symm, size, device))
         light = together(group, lambda: OneShot(signs, _meet(symm, signs, group).buffer_ptrs, rank, size))
+    elif dist.get_rank(group) == 0:
+        logger.info("no all-reduces that set a flag: they need Triton on all ranks")
     return Room(memory, group.group_name, multicast, light)
 
 
@@ -283,7 +294,7 @@ def _machine() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _check_peers(places: list[tuple[str, int]], device: torch.device) -> None:
+def _check_peers(places: list[list[Any]], device: torch.device) -> None:
     """One machine, whose GPUs reach each other. (Whether ranks may share one is torch's to say.)"""
     machines = {machine for machine, _ in places}
     if len(machines) > 1:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from ladder.errors import LadderError
 
 SIDE = "side.json"  # what a side network's folder has instead of a config.json
+MOST_JSON = 64 << 20  # bytes of a JSON file: an index of a model with thousands of experts has some ten million
 UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -44,14 +46,42 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         raise LadderError(f"{path} is not a file")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > MOST_JSON:
+            raise LadderError(f"{path} has {size} bytes: at most {MOST_JSON} are read as JSON")
+        raw = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_once,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
     except FileNotFoundError:
         raise LadderError(f"no such file: {path}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise LadderError(f"{path} cannot be read as JSON: {error}") from None
+    except LadderError:
+        raise
+    except RecursionError:
+        raise LadderError(f"{path} cannot be read as JSON: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise LadderError(f"{path} cannot be read as JSON: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(raw, dict):
         raise LadderError(f"{path} is not a JSON object")
     return raw
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers of JSON differ in which of two equal keys they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise ValueError(f"it has the key {twice[:100]!r} twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    """JSON has no NaN and no infinity, though Python's reader takes them."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is no number that JSON has")
+    return value
 
 
 def need(raw: Mapping[str, Any], key: str) -> Any:

@@ -49,6 +49,9 @@ class EngineOptions:
     kernels: bool = option(True, "On a GPU: our kernels and CUDA graphs. Off: plain torch.")
     tuned: Path | None = option(None, "Configurations of kernels for this GPU, as `ladder tune` writes them.")
     check: bool = option(False, "Refuse weights that are not finite.")
+    token_file: Path | None = option(
+        None, "A file with a secret that all ranks share; ranks of torchrun refuse those that do not have it."
+    )
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,6 +1,5 @@
 """The checkpoint's tokenizer, incremental detokenization, and stop texts."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from ladder.config.fields import read_json
+from ladder.config.inside import check_tokenizer
 from ladder.errors import LadderError
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the latter since transformers 5
@@ -23,12 +24,16 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     if not any((directory / name).exists() for name in _FILES):
         return None
     try:
+        check_tokenizer(directory)
         with _errors_only():
             tokenizer = _kind(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers and transformers raise many types for a broken file
+            largest = max(tokenizer.get_vocab().values(), default=-1)
+            tokenizer.decode(tokenizer("a").input_ids, skip_special_tokens=True)  # some settings are used only here
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # transformers raises many types for a broken file, tokenizers even no Exception
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise LadderError(f"the tokenizer in {directory} cannot be read: {reason[0]}") from None
-    largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= vocab:
         raise LadderError(
             f"vocabulary mismatch in {directory}: the tokenizer's ids go up to {largest}, the model has {vocab} tokens"
@@ -73,8 +78,7 @@ def _kind(directory: Path) -> Any:
 
 def _json_value(file: Path, key: str) -> Any:
     """The value of a key of a JSON file; None where either is missing."""
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    return found.get(key) if isinstance(found, dict) else None
+    return read_json(file).get(key) if file.exists() else None
 
 
 class Text:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ladder.config.fields import check_no_side
+from ladder.config.inside import check_model, check_no_code, check_tokenizer
 from ladder.errors import LadderError
 
 
@@ -22,15 +24,19 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
         raise LadderError(f"{name} is neither a directory nor the name of a model on the hub, as in org/name")
     if auto.__name__ != "AutoTokenizer":
         check_no_side(Path(name))
+    if local:
+        check_tokenizer(Path(name)) if auto.__name__ == "AutoTokenizer" else check_model(Path(name))
     try:
+        if not local and auto.__name__ != "AutoTokenizer":
+            check_no_code(PreTrainedConfig.get_config_dict(name)[0], name)
         return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
-    except LadderError:
+    except (LadderError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # transformers and what it uses raise errors of every kind
+    except BaseException as error:  # transformers raises errors of every kind, tokenizers even no Exception
         raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The first line of what an error says, and the next where that only begins a list."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 1 + lines[0].rstrip().endswith(":")])

@@ -1,7 +1,7 @@
 """How all ranks get the first rank's commands; their process groups; torchrun's environment of a process."""
 
+import logging
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,13 +9,18 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ladder.comm.base import Comm, Solo
 from ladder.comm.distributed import Distributed
 from ladder.comm.symmetric import Symmetric
+from ladder.engine.executors.messages import decode, encode
+from ladder.engine.executors.rendezvous import loopback
+from ladder.engine.executors.seal import HEADER, Seal, greet
 from ladder.engine.model_runner import Command
 from ladder.errors import LadderError
+
+logger = logging.getLogger(__name__)
 
 # that NCCL may use in a decode step, one for each of its thread blocks: what is computed meanwhile has the others
 MULTIPROCESSORS = 8
@@ -39,22 +44,29 @@ class LocalControl:
 
 
 class BroadcastControl:
-    """Over a process group that carries CPU tensors. No commands cost one message of a single number."""
+    """Over a process group that carries CPU tensors, sealed. No commands cost one header."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, key: bytes) -> None:
         self._group = group
         self._first = dist.get_rank(group) == 0
+        self._seal = Seal(key)
 
     def share(self, commands: Sequence[Command]) -> Sequence[Command]:
-        message = pickle.dumps(list(commands)) if self._first and commands else b""
-        size = torch.tensor([len(message)])
-        dist.broadcast(size, group=self._group, group_src=0)
-        if not int(size):
-            return ()
-        body = torch.frombuffer(bytearray(message or bytes(int(size))), dtype=torch.uint8)
+        if self._first:
+            message = encode(commands)
+            self._broadcast(self._seal.header(message))
+            if message:
+                self._broadcast(message)
+            return commands
+        header = self._broadcast(bytes(HEADER))
+        length = self._seal.length(header)
+        return decode(self._seal.check(header, self._broadcast(bytes(length)))) if length else ()
+
+    def _broadcast(self, message: bytes) -> bytes:
+        """The first rank's, of the same length on all ranks."""
+        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         dist.broadcast(body, group=self._group, group_src=0)
-        shared: list[Command] = pickle.loads(body.numpy().tobytes())
-        return shared
+        return body.numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -88,9 +100,12 @@ def join(
     own_gpu: bool,
     comm_backend: str,
     timeout: float,
-    store: TCPStore | None = None,
+    store: Store | None = None,
+    token: bytes = b"",
 ) -> tuple[Comm, Control]:
     """Join the process group (torchrun's, or the one of `store`): a communicator, and the control of commands.
+
+    Before anything else is received, all ranks prove to each other that they hold the `token`.
 
     `comm_backend` is one of the options' COMM_BACKENDS. auto: where every rank has a GPU of its own, symmetric memory
     if it is available, else NCCL; gloo elsewhere. Ranks that share a GPU use symmetric memory on request only, and
@@ -100,6 +115,8 @@ def join(
         torch.cuda.set_device(device)  # streams and events are those of the current device
     if size == 1:
         return Solo(), LocalControl()
+    if device.type == "cuda" and comm_backend == "auto" and not own_gpu and rank == 0:
+        logger.warning("gloo instead of symmetric memory or NCCL: ranks share a GPU, all-reduces go through the CPU")
     limit = timedelta(seconds=timeout)
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     if group_backend(comm_backend, own_gpu) == "nccl":
@@ -109,11 +126,13 @@ def join(
         comm: Comm = Distributed(None, _limited(limit), MULTIPROCESSORS)
     else:
         dist.init_process_group("gloo", timeout=limit, **where)
+        greet(None, token, "all-reduces")
         comm = Distributed()
     control = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+    key = greet(control, token, "control")
     if comm_backend == "symmetric" or (comm_backend == "auto" and own_gpu):
         comm = Symmetric.build(comm, control, device, required=comm_backend == "symmetric")
-    return comm, BroadcastControl(control)
+    return comm, BroadcastControl(control, key)
 
 
 def _limited(timeout: timedelta) -> dist.ProcessGroup | None:
@@ -124,6 +143,15 @@ def _limited(timeout: timedelta) -> dist.ProcessGroup | None:
     options.config.max_ctas = MULTIPROCESSORS
     group: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
     return group
+
+
+def stay_on_this_machine() -> None:
+    """In a process of ours whose peers are all on this machine: gloo and NCCL listen on loopback only, unless the
+    environment names another interface. They would take the one that the machine's name resolves to.
+    """
+    if (interface := loopback()) is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
 
 
 def leave() -> None:

@@ -66,11 +66,6 @@ class MultiProcessExecutor:
         """The ranks' process ids."""
         return self._ranks.pids
 
-    @property
-    def port(self) -> int:
-        """Where the ranks joined their process group."""
-        return self._ranks.port
-
     def send(self, commands: Sequence[Command]) -> None:
         if self._error is not None:
             self._raise()

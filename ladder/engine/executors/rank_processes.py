@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ladder.engine.executors.rendezvous import Rendezvous
 from ladder.errors import LadderError, RankError
 
 HEARTBEAT = 0.2  # seconds between two heartbeats of a rank
@@ -88,10 +87,7 @@ def _end_with_parent(heartbeat: Callable[[], None] | None) -> None:
 
 
 class RankProcesses:
-    """`size` processes that run `target(rank, port, pipe, *arguments)`, each with a pipe to this process.
-
-    `port`: where a TCPStore on loopback listens, at which the ranks join their process group.
-    """
+    """`size` processes that run `target(rank, rendezvous, pipe, *arguments)`, each with a pipe to this process."""
 
     def __init__(self, size: int, target: Callable[..., None], *arguments: Any) -> None:
         self.failures: dict[int, Failed] = {}
@@ -99,20 +95,14 @@ class RankProcesses:
         self._heard = False  # whether any rank has sent a message
         self._pipes: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
-        # the system chooses a port, which is free again when this process ends; a store that binds by itself does so on
-        # every interface
-        server = socket.create_server(("127.0.0.1", 0))
-        port, descriptor = server.getsockname()[1], server.detach()  # which the store closes
-        self._store = TCPStore(
-            "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-        )
+        self._rendezvous = Rendezvous(size)
         context = fork_server()
         try:
             with _sigint_blocked():  # a process that was started must be in the list
                 for rank in range(size):
                     ours, theirs = context.Pipe()
                     self._pipes.append(ours)
-                    given = (rank, self.port, theirs, *arguments)
+                    given = (rank, self._rendezvous, theirs, *arguments)
                     process = context.Process(target=target, args=given, name=f"ladder-rank-{rank}", daemon=True)
                     process.start()
                     self._processes.append(process)
@@ -120,10 +110,6 @@ class RankProcesses:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def port(self) -> int:
-        return int(self._store.port)
 
     @property
     def pids(self) -> list[int]:
@@ -197,8 +183,8 @@ class RankProcesses:
             process.join()
 
     def close(self) -> None:
-        """Kill what is left, and free the pipes and the port."""
+        """Kill what is left, and free the pipes."""
         self.kill()
         for pipe in self._pipes:
             pipe.close()
-        del self._store
+        self._rendezvous.close()

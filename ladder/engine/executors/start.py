@@ -1,5 +1,6 @@
 """Which executor fits the options and the way this process was started."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -8,11 +9,15 @@ from ladder.comm.base import Solo
 from ladder.engine.executors.control import LocalControl, group_backend, join, leave, own_device, torchrun_rank
 from ladder.engine.executors.in_process import InProcessExecutor, lost_peers
 from ladder.engine.executors.multi_process import MultiProcessExecutor
+from ladder.engine.executors.seal import read_token
 from ladder.engine.executors.worker import follow, make_model_runner
 from ladder.engine.model_runner import Command, NewToken
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
+from ladder.logs import name_rank
+
+logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -55,8 +60,14 @@ def start(setup: Setup, progress: Callable[[int], None] | None = None) -> Execut
     own, options = torchrun_rank(), setup.options
     if own is not None and options.tp > 1:
         device, own_gpu = own_device(setup.device, own.local_rank, own.local_size)
+        name_rank(own.rank)
+        token = read_token(options.token_file)
+        if not token and own.local_size < own.size and own.rank == 0:
+            logger.warning("ranks on several machines without --token-file: any host that reaches them can join them")
         with lost_peers():
-            comm, control = join(own.rank, own.size, device, own_gpu, options.comm_backend, options.timeout)
+            comm, control = join(
+                own.rank, own.size, device, own_gpu, options.comm_backend, options.timeout, token=token
+            )
         runner = make_model_runner(setup, comm, device, progress if own.rank == 0 else None)
         if own.rank == 0:
             return InProcessExecutor(runner, control)
@@ -64,6 +75,10 @@ def start(setup: Setup, progress: Callable[[int], None] | None = None) -> Execut
             follow(runner, control)
         leave()
         raise SystemExit(0)
+    if own is None and options.token_file is not None:
+        raise LadderError(
+            "--token-file is for ranks that torchrun starts; others get a token of their own: leave it out"
+        )
     if options.tp == 1:
         return InProcessExecutor(make_model_runner(setup, Solo(), setup.device, progress), LocalControl())
     group_backend(options.comm_backend, own_device(setup.device, 0, options.tp)[1])  # refused before a rank is started

@@ -8,22 +8,23 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ladder.checkpoint import load
 from ladder.comm.base import Comm
 from ladder.comm.signalled import Signalled
 from ladder.comm.timed import Timed
 from ladder.devices import cpu_multiplies_bfloat16, silence_bfloat16_fallback
-from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device
+from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device, stay_on_this_machine
 from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm, HeartbeatControl
 from ladder.engine.executors.rank_processes import reporting_failures
+from ladder.engine.executors.rendezvous import Rendezvous
 from ladder.engine.memory import cache_blocks
 from ladder.engine.model_runner import Command, ModelRunner, NewToken
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
 from ladder.jit import PRESENT
 from ladder.kernels.launch import Kernels
+from ladder.logs import shown
 from ladder.model import Decoder
 
 logger = logging.getLogger(__name__)
@@ -58,16 +59,13 @@ def make_model_runner(
         silence_bfloat16_fallback()
     timed = comm if setup.link is None or comm.size == 1 else Timed(comm, setup.link)  # one rank sends nothing
     launch, graphs = None, False
-    if (
-        device.type == "cuda"
-        and setup.options.kernels
-        and setup.config.dtype != "float64"
-        and _all_have_triton(comm, device)
-    ):
+    if device.type == "cuda" and setup.options.kernels and _kernels_fit(setup, comm, device):
         launch = Kernels.on(device, setup.table)
         graphs = getattr(timed, "capturable", False)
         if not graphs and comm.rank == 0:
-            logger.info("no CUDA graphs: this communication backend cannot be captured in one")
+            linked = timed is not comm and getattr(comm, "capturable", False)
+            reason = "an emulated link" if linked else "this communication backend"
+            logger.info("no CUDA graphs: %s cannot be captured in one", reason)
         if timed.size > 1 and (graphs or getattr(timed, "signals", False)):
             # a flag for each all-reduce, the embedding's too
             timed = Signalled([timed], device, setup.config.most_all_reduces)
@@ -82,6 +80,14 @@ def make_model_runner(
     return ModelRunner(model, options.max_num_seqs, options.prefill_chunk, launch, graphs, blocks)
 
 
+def _kernels_fit(setup: Setup, comm: Comm, device: torch.device) -> bool:
+    if setup.config.dtype == "float64":
+        if comm.rank == 0:
+            logger.info("plain torch instead of our kernels: they do not compute in float64")
+        return False
+    return _all_have_triton(comm, device)
+
+
 def _all_have_triton(comm: Comm, device: torch.device) -> bool:
     """Ranks with and without our kernels would not make the same calls."""
     found = bool(comm.all_gather(torch.tensor([float(PRESENT)], device=device)).all())
@@ -90,18 +96,19 @@ def _all_have_triton(comm: Comm, device: torch.device) -> bool:
     return found
 
 
-def run_rank(rank: int, port: int, pipe: Connection, options: EngineOptions, shared: Any) -> None:
+def run_rank(rank: int, rendezvous: Rendezvous, pipe: Connection, options: EngineOptions, shared: Any) -> None:
     """One rank's process, from start to end."""
     heartbeat = Heartbeat(shared, rank)
     heartbeat.beat()
-    with reporting_failures(pipe, heartbeat.beat):
+    with reporting_failures(pipe, heartbeat.beat), shown(rendezvous.log_level, f"ladder rank {rank}"):
         # so that the ranks together use each core once, and leave some to the communication's threads
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.tp))
         setup = Setup(options, tokenizer=False)
         device, own_gpu = own_device(setup.device, rank, options.tp)
-        store = TCPStore("127.0.0.1", port, options.tp, is_master=False)
+        stay_on_this_machine()
         # the watchdog finds a rank that does not answer, so collectives have no time-out
-        comm, control = join(rank, options.tp, device, own_gpu, options.comm_backend, NO_TIMEOUT.total_seconds(), store)
+        timeout, store = NO_TIMEOUT.total_seconds(), rendezvous.store()
+        comm, control = join(rank, options.tp, device, own_gpu, options.comm_backend, timeout, store, rendezvous.token)
         runner = make_model_runner(
             setup, HeartbeatComm(comm, heartbeat), device, lambda count: pipe.send(Loaded(count))
         )
