@@ -43,6 +43,8 @@ class Scripted:
         self._commands: list[Command] = []
         self._lock = threading.Lock()
 
+    room = 1 << 40
+
     @property
     def free_slots(self) -> int:
         self._apply()

@@ -21,6 +21,8 @@ class Threads:
         self._commands: list[Command] = []
         self._runners = self._world.run(lambda comm: make_model_runner(setup, comm, setup.device, None))
 
+    room = 1 << 40
+
     @property
     def free_slots(self) -> int:
         self._apply()

@@ -21,7 +21,7 @@ class Served:
     )
 
 
-@verb(Served, EngineOptions, ServerOptions)
+@verb(Served, EngineOptions, ServerOptions, log_level="info")
 def serve(served: Served, options: EngineOptions, server: ServerOptions, named: frozenset[str]) -> None:
     """Serve a model over HTTP: OpenAI's API, for its clients."""
     if served.directory is not None:
@@ -29,8 +29,7 @@ def serve(served: Served, options: EngineOptions, server: ServerOptions, named: 
             raise LadderError(f"two models were given, {served.directory} and {options.model}: give one of them")
         options = replace(options, model=served.directory)
     server.key()  # refused before anything is loaded
-    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel("WARNING" if server.log_level == "info" else server.log_level.upper())
+    logging.getLogger("uvicorn").setLevel("WARNING")
     try:
         from ladder.server import run
     except ModuleNotFoundError as error:

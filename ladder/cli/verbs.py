@@ -79,9 +79,12 @@ def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
-def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    *groups: type, name: str | None = None, log_level: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose options are the fields of `groups`; it is called with one filled instance of each, and where it
-    takes `named` with the names of the options that were given on the command line.
+    takes `named` with the names of the options that were given on the command line. `log_level`: what it shows where
+    the command line does not say it.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
@@ -99,7 +102,7 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
         def command(call: typer.Context, **given: Any) -> None:
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
             filled = (group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items())
-            if (level := given.pop("log_level")) is not None:
+            if (level := given.pop("log_level") or _default_level(call, log_level)) is not None:
                 call.with_resource(shown(level_number(level)))
             sources = {name: call.get_parameter_source(name) for name in given}
             named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
@@ -120,6 +123,11 @@ def verb(*groups: type, name: str | None = None) -> Callable[[Callable[..., None
         return command
 
     return decorate
+
+
+def _default_level(call: typer.Context, level: str | None) -> str | None:
+    source = None if call.parent is None else call.parent.get_parameter_source("log_level")
+    return None if source is not None and source.name == "COMMANDLINE" else level
 
 
 @app.callback(invoke_without_command=True)

@@ -9,7 +9,6 @@ from ladder.errors import LadderError, check_known
 from ladder.options import check_least, check_types, option
 
 ENGINES = ("native", "vllm")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,10 @@ class ServerOptions:
     request_timeout: float = option(600.0, "Seconds after which a request is ended with an error.")
     grace: float = option(30.0, "Seconds for running requests to finish when the server is asked to end.")
     restarts: int = option(5, "Failures of ranks in a row, without a finished request, after which the server ends.")
-    log_level: str = option("info", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
         check_types(self)
         check_known("engine", self.engine, ENGINES)
-        check_known("log-level", self.log_level, LOG_LEVELS)
         if self.engine == "vllm":
             raise LadderError("the vLLM plugin does not exist yet: use --engine native")
         if not 0 <= self.port <= 65535:

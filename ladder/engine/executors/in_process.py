@@ -23,6 +23,10 @@ class InProcessExecutor:
         self._early: list[NewToken] = []  # of steps made for `free_slots`
 
     @property
+    def room(self) -> int:
+        return self._runner.room
+
+    @property
     def free_slots(self) -> int:
         if self._sent and not self._runner.stopped:
             self._early += self._step()

@@ -44,6 +44,7 @@ class MultiProcessExecutor:
         self._closing = False
         self._watchdog: threading.Thread | None = None
         self._ready: set[int] = set()
+        self.room = 0
         self._last = StepOutput([], setup.options.max_num_seqs, received=0)
         self._sent = 0  # messages to the first rank
         self._early: deque[list[NewToken]] = deque()  # of outputs that `free_slots` had to read
@@ -144,7 +145,8 @@ class MultiProcessExecutor:
                 case Loaded(count):
                     if self._progress is not None:
                         self._progress(count)
-                case Ready():
+                case Ready(room):
+                    self.room = room
                     self._ready.add(rank)
                     if len(self._ready) == self._size:
                         self._outputs.put(self._last)

@@ -24,6 +24,11 @@ class Executor(Protocol):
     """Takes commands and gives tokens. One thread polls; others may send and close meanwhile."""
 
     @property
+    def room(self) -> int:
+        """Tokens that the KV cache has room for: prompt and output of a request must not be more."""
+        ...
+
+    @property
     def free_slots(self) -> int:
         """How many slots are free once every command sent so far has been carried out."""
         ...

@@ -39,7 +39,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Ready:
-    """The shard has been loaded."""
+    """The shard has been loaded, and the KV cache has room for so many tokens."""
+
+    room: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def run_rank(rank: int, rendezvous: Rendezvous, pipe: Connection, options: Engin
         )
         control = HeartbeatControl(control, heartbeat)
         heartbeat.watched = True
-        pipe.send(Ready())
+        pipe.send(Ready(runner.room))
         lead(runner, control, pipe, heartbeat) if rank == 0 else follow(runner, control)
         leave()
 

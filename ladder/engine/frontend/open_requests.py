@@ -11,6 +11,7 @@ from ladder.engine.executors.start import Executor
 from ladder.engine.model_runner import AbortSequence, AddSequence, Command, NewToken
 from ladder.engine.requests import Chunk, Request
 from ladder.engine.scheduler import SequenceSpec
+from ladder.errors import LadderError
 
 logger = logging.getLogger(__name__)
 Owner = TypeVar("Owner")  # whoever gets a request's chunks
@@ -61,6 +62,7 @@ class OpenRequests(Generic[Owner]):
         self._send_lock = threading.RLock()
         self._sending = False
         self._executor = executor
+        self._room = None if executor is None else executor.room  # tokens of a request, at most
         self._ids = count()
         self._open: dict[int, OpenRequest[Owner]] = {}
         self._commands: list[Command] = []
@@ -77,6 +79,12 @@ class OpenRequests(Generic[Owner]):
     def add(self, requests: Sequence[Request], owner: Owner, numbered: bool = False) -> list[int]:
         """Their ids; `numbered`: which are the indices of their chunks too."""
         ids = []
+        for request in requests:
+            if self._room is not None and len(request.tokens) + request.limit > self._room:
+                raise LadderError(
+                    f"a request of {len(request.tokens)} tokens and up to {request.limit} new ones does not fit into "
+                    f"the KV cache, which has room for {self._room}: lower max_new_tokens, or raise --memory"
+                )
         with self.lock:
             for request in requests:
                 id = next(self._ids)
@@ -157,7 +165,7 @@ class OpenRequests(Generic[Owner]):
         come again, and are not given twice.
         """
         with self.lock:
-            self._executor = executor
+            self._executor, self._room = executor, executor.room
             for entry in self._open.values():
                 entry.repeated = 0
             self._commands = [entry.command(id) for id, entry in self._open.items()]
