@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import socket
 import struct
 import sys
@@ -83,7 +84,9 @@ class Stranger(threading.Thread):
         ]
         with suppress(OSError):
             connection = socket.create_connection(address, timeout=1.0)
-            self._open = [*self._open[-200:], connection]
+            self._open.append(connection)
+            if len(self._open) > 200:
+                self._open.pop(0).close()
             connection.sendall(self._draw.choice(words))
 
     def __enter__(self) -> "Stranger":
@@ -199,6 +202,6 @@ def test_torch_is_not_asked_to_unpickle() -> None:
     package = Path(sys.modules["ladder"].__file__ or "").parent
     for file in package.rglob("*.py"):
         text = file.read_text()
-        for word in ("import pickle", "_object(", "object_list(", "broadcast_object", "gather_object"):
-            assert word not in text, f"{file.name}: {word}"
+        found = re.search(r"import pickle|pickle\.loads|(gather|broadcast|scatter|send|recv)_object", text)
+        assert found is None, f"{file.name}: {found and found[0]}"
     assert hasattr(dist, "all_gather_object") and torch.__version__  # the names are still torch's

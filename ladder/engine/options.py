@@ -92,7 +92,7 @@ class SamplingParams:
     presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that were generated before.")
     frequency_penalty: float = option(0.0, "The same, once for each time that they were generated.")
     logit_bias: tuple[tuple[int, float], ...] = keyword(())  # added to the logits of tokens; a dict will do
-    n: int = option(1, "Results of each prompt.")
+    n: int = keyword(1)  # results of each prompt
     stop_token_ids: tuple[int, ...] = option((), "End with this token (may be given several times).")
     ignore_eos: bool = option(False, "Go on after the model's end-of-text token.")
     min_tokens: int = option(0, "No token ends the text before there are so many new ones.")
