@@ -42,7 +42,7 @@ def test_json_lines(run: Run, model: Path, tmp_path: Path) -> None:
         expected = llm.generate(["abc", "from a file", "and ünother", [5, 17, 9]], SamplingParams(9))
     assert lines == [vars(result) for result in expected]
     assert [list(line) for line in lines] == [
-        ["prompt", "token_ids", "text", "finish_reason", "prompt_tokens", "sample"]
+        ["prompt", "token_ids", "text", "finish_reason", "prompt_tokens", "sample", "logprobs"]
     ] * 4
 
 

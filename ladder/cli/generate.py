@@ -88,7 +88,4 @@ def _shown(chunk: "Chunk") -> str:
 
 
 def _json_line(result: "Result") -> str:
-    line = asdict(result)
-    if result.logprobs is None:
-        del line["logprobs"]
-    return json.dumps(line, ensure_ascii=False)
+    return json.dumps(asdict(result), ensure_ascii=False)
