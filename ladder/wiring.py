@@ -64,13 +64,13 @@ _KNOWN = "standard, parallel, parallel-N, ladder, ladder-N, ladder-A-M, desync-N
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a row's name (`ladder-1` is `ladder`, `parallel-0` is `parallel`); refuses unknown names."""
+    """The one spelling of a row's name (`ladder-1` is `ladder`, `desync-1x` is `standard`); refuses unknown names."""
     if name in ROWS:
         return name
     if match := _PARALLEL.fullmatch(name):
         return "parallel" if match[1] == "0" else name
-    if _DESYNC.fullmatch(name):
-        return name.removesuffix("-0")
+    if match := _DESYNC.fullmatch(name):
+        return canonical(f"ladder-{match[2] or 0}") if match[1] == "1" else name.removesuffix("-0")
     if match := _LADDER.fullmatch(name):
         attention, mlp = match[1], match[2] or match[1]
         if attention != mlp:

@@ -76,9 +76,9 @@ class Signalled:
         """Whether flags are set behind all-reduces, by which these need some of the chip for themselves."""
         return any(getattr(x, "multiprocessors", 0) and not getattr(x, "signals", False) for x in self._inners)
 
-    def begin(self) -> None:
-        """A pass begins. The caller has set `flags` to zero."""
-        self._count = 0
+    def begin(self, polled: bool = True) -> None:
+        """A pass begins. The caller has set `flags` to zero. `polled`: kernels will poll them."""
+        self._count = 0 if polled else None
         self._used.clear()
 
     def end(self) -> None:
@@ -105,11 +105,12 @@ class Signalled:
                 y, need = done
             else:
                 y, own = inner.all_reduce(x).wait(), self._own(inner, len(x))
+            event = stream.record_event()  # before a flag is filled: who waits for the event need not wait for that
+            if done is None:
                 flag = flag if own else None
                 if flag is not None:
                     need = 1
                     flag.fill_(need)
-            event = stream.record_event()
         if not torch.cuda.is_current_stream_capturing():
             x.record_stream(stream)
             y.record_stream(torch.cuda.current_stream())

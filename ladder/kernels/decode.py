@@ -77,7 +77,7 @@ class Decode(FusedReader):
     def embed(self, embedding: Embedding, tokens: Tensor, metadata: Metadata) -> Tensor:
         x = self.launch.embed(embedding, tokens, metadata, self._ropes, self._flags)
         if self._signalled is not None:
-            self._signalled.begin()
+            self._signalled.begin(self._polls)
         return x
 
     def norm_project(

@@ -137,7 +137,7 @@ def _pass(s: Setting, parts: Parts, tokens: int, lanes: int = 1) -> PredictedPas
         phases = _phases(s, parts)
         beside = [(block, phases[number % 2]) for number, (block, _) in enumerate(blocks)]
         account = walk_two_lanes(beside, all_reduce, first, contention)
-    sending = s.engine.launch * reduces if s.tp > 1 else 0.0
+    sending = s.engine.launch * reduces if s.tp > 1 and lanes == 1 else 0.0  # two lanes hide it
     return PredictedPass(account.total + parts.rest, parts, account, all_reduce, sending, lanes)
 
 

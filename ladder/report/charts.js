@@ -215,6 +215,9 @@ function drawTimeline(box, panel, view) {
     const y0 = n * each;
     const title = label(svg, view.width < 560 ? 4 : left, y0 + 16, step.title, "start", "head");
     if (view.width < 560) title.style.fontSize = "11px";
+    // on two lanes attention and MLP are computed at the same time: each has half of the row
+    const [ones, others] = [true, false].map((is) => step.compute.filter(([what]) => what.startsWith("attention") === is));
+    const both = ones.some(([, b, e]) => others.some(([, begin, end]) => begin < e - 1e-6 && b < end - 1e-6));
     for (const [lanes, y, name] of [[["compute", "waits"], y0 + 26, "compute"], [["comm"], y0 + 26 + lane + 3, "comm"]]) {
       label(svg, left - 8, y + 16, name, "end", "axis");
       for (const kind of lanes)
@@ -223,7 +226,9 @@ function drawTimeline(box, panel, view) {
           const colour = view.spans[kind === "comm" ? "comm" : kind === "waits" ? "wait" : what.split(" ")[0]];
           const said = kind === "waits" ? `${what} waits for an all-reduce` : what;
           const group = mark(svg, said, [["took", `${(1000 * (end - begin)).toFixed(1)} µs`], ["began at", `${begin.toFixed(3)} ms`]]);
-          shape("rect", { x: x(begin), y, width: Math.max(0.6, x(Math.min(end, until)) - x(begin) - 0.6), height: lane, fill: colour }, group);
+          const half = both && kind !== "comm", down = half && !what.startsWith("attention") ? lane / 2 : 0;
+          const width = Math.max(0.6, x(Math.min(end, until)) - x(begin) - 0.6), height = half ? lane / 2 - 1 : lane;
+          shape("rect", { x: x(begin), y: y + down, width, height, fill: colour }, group);
         }
     }
   });

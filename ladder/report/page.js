@@ -200,7 +200,7 @@ function page() {
   }
   if (DATA.timelines.length) {
     const layers = (panel) => distinct([panel.shown, 4 * panel.shown, Infinity].map((n) => Math.min(n, Math.max(...panel.steps.map((s) => s.layers)))));
-    figure("timeline", "Two lanes of a step", "What one rank computes, and what it communicates meanwhile.", DATA.timelines, drawTimeline, {
+    figure("timeline", "Compute and communication of a step", "What one rank computes, and what it communicates meanwhile.", DATA.timelines, drawTimeline, {
       extra: { name: "first layers", as: "layers", values: layers, start: (panel) => layers(panel)[0] },
       legend: (legend) => {
         legend.replaceChildren();
