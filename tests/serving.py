@@ -31,6 +31,7 @@ class Scripted:
     """An executor that computes nothing. `fails`: in which of its polls, and how; `drift`: other tokens."""
 
     slots: int = 16
+    room: int = 1 << 40
     pace: float = 0.0  # seconds of a step
     fails: tuple[int, Exception] | None = None
     drift: int = 0
@@ -42,8 +43,6 @@ class Scripted:
     def __post_init__(self) -> None:
         self._commands: list[Command] = []
         self._lock = threading.Lock()
-
-    room = 1 << 40
 
     @property
     def free_slots(self) -> int:

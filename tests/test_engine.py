@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE
+from ladder.config import ModelConfig
 from ladder.engine.requests import Chunk
 from ladder.errors import LadderError
+from ladder.layers.cache import RESERVED, KVCache
 from tests.checkpoints import tiny
 from tests.threads import threaded
 
@@ -343,3 +345,18 @@ def test_two_at_a_time(pair: LLM, solo: LLM, model: Path) -> None:
             found = [token for both in chunks for token in both[number].token_ids]
             assert found == single.generate([[6]], SamplingParams(8))[0].token_ids
     assert pair.generate([[6]], SamplingParams(8)) == solo.generate([[6]], SamplingParams(8))
+
+
+def test_a_small_cache(model: Path) -> None:
+    """Requests wait for blocks; one that could never have enough is refused by name, and nothing else ends."""
+    block = KVCache.block_bytes(ModelConfig.from_directory(model), 1, torch.float32)
+    params = SamplingParams(20, temperature=0.7, seed=3)
+    prompts = [[number + 1, 5, 9] for number in range(6)]
+    with LLM(model, dtype="float32") as roomy:
+        expected = roomy.generate(prompts, params)
+    with LLM(model, dtype="float32", memory=(RESERVED + 4.5) * block / 1e9) as llm:
+        with pytest.raises(LadderError, match=r"50 tokens and up to 20 new ones does not fit .* room for 64: lower"):
+            llm.generate([[1] * 50], params)
+        assert llm.generate(prompts, params) == expected
+    with pytest.raises(LadderError, match=r"no memory for a KV cache: a block of 16 tokens takes .*: raise --memory"):
+        LLM(model, dtype="float32", memory=block / 1e9)

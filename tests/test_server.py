@@ -394,3 +394,10 @@ def test_grace(setup: Setup) -> None:
         assert answers[0].status_code == (200 if grace > 1 else 503)
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+def test_a_request_that_does_not_fit_the_cache(setup: Setup) -> None:
+    with listening(setup, lambda: Scripted(room=20)) as server:
+        found = httpx.post(f"{server.v1}/completions", json={"prompt": [1] * 10, "max_tokens": 11})
+        assert found.status_code == 400 and "does not fit into the KV cache" in found.json()["error"]["message"]
+        assert httpx.post(f"{server.v1}/completions", json={"prompt": [1] * 10, "max_tokens": 9}).status_code == 200

@@ -66,6 +66,10 @@ class Endpoint:
             await reply.fail(error)
         except RankError as error:
             await reply.fail(ApiError(503, str(error), code="engine_failed"))
+        except LadderError as error:  # it does not fit into the cache, or there is no engine any more
+            ended = self._served.llm.status.state in ("failed", "closed")
+            observed.outcome = "error" if ended else "refused"
+            await reply.fail(ApiError(503, str(error), code="engine_failed") if ended else schema.bad_input(error))
         except Exception:
             logger.exception("a request failed")
             await reply.fail(ApiError(500, "an internal error: see the server's log"))
