@@ -164,13 +164,13 @@ FAMILIES = [
 def test_costs_are_those_of_the_decoder(config: ModelConfig, tp: int, dtype: str) -> None:
     """Bytes and operations by formula, against the tensors of the first rank."""
     model = Decoder(config, RankOnly(0, tp), "meta", getattr(torch, dtype))
-    cache = model.new_cache(3, 40)
+    cache = model.new_cache(3, 48)  # whole blocks
     costs = RankCosts(config, tp, ELEMENT_BYTES[dtype])
     weights = {name: weight.nbytes for name, weight in model.named_parameters()}
     assert costs.weight_bytes == sum(weights.values())
-    assert costs.cache_bytes(3, 40) == sum(table.nbytes for table in (*cache.keys, *cache.values))
+    assert costs.cache_bytes(3, 48) == sum(table.nbytes for table in (*cache.keys, *cache.values))
     read = sum(size for name, size in weights.items() if config.tied or "embed_tokens" not in name)
-    assert costs.step_bytes(3, 40) == read + costs.cache_bytes(3, 40)
+    assert costs.step_bytes(3, 48) == read + costs.cache_bytes(3, 48)
     matrices = sum(weight.numel() for weight in model.layers.parameters() if weight.dim() == 2)
     scores = sum(2 * 2 * 5 * sum(range(1, 8)) * config.heads // tp * config.head_dim for _ in range(config.layers))
     # the formula takes half of the square, which is short of the diagonal's half
