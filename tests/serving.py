@@ -31,7 +31,6 @@ class Scripted:
     """An executor that computes nothing. `fails`: in which of its polls, and how; `drift`: other tokens."""
 
     slots: int = 16
-    room: int = 1 << 40
     pace: float = 0.0  # seconds of a step
     fails: tuple[int, Exception] | None = None
     drift: int = 0
@@ -39,6 +38,7 @@ class Scripted:
     seen: list[int] = field(default_factory=list)  # how many sequences each step had
     closed: bool = False
     error: Exception | None = None
+    room: int = 1 << 40
 
     def __post_init__(self) -> None:
         self._commands: list[Command] = []

@@ -19,9 +19,9 @@ from ladder import LLM, SamplingParams
 from ladder.engine.frontend.supervisor import Restarts
 from tests.checkpoints import tiny
 from tests.processes import free_port
+from tests.processes import listening as addresses
 from tests.serving import listening, setup_of, wait_for
 from tests.test_faults import assert_free, rank_pids, session, wait_until_gone
-from tests.test_faults import listening as addresses
 
 ASK: dict[str, Any] = {"prompt": "abc", "max_tokens": 400, "temperature": 0}
 LIMIT = 120.0  # seconds for what would otherwise hang
@@ -86,7 +86,8 @@ def test_it_ends_when_it_is_asked_to(model: Path) -> None:
     answers: list[httpx.Response] = []
     with command(model, "--tp", "2") as (process, url):
         port = int(url.split(":")[-1].split("/")[0])
-        assert addresses(port) == {"0100007F"}  # 127.0.0.1, and no other
+        assert ("127.0.0.1", port) in addresses(session(process.pid))
+        assert {address for address, _ in addresses(session(process.pid))} == {"127.0.0.1"}  # and no other
         assert httpx.get(f"{url}/models").json()["data"][0]["id"] == model.name
         thread = threading.Thread(
             target=lambda: answers.append(httpx.post(f"{url}/completions", json=ASK, timeout=LIMIT))
@@ -143,9 +144,11 @@ def test_a_port_that_is_taken(run: Callable[..., tuple[int, str, str]]) -> None:
     port = free_port()
     with subprocess.Popen([sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
                           stderr=subprocess.DEVNULL) as other:  # fmt: skip
-        wait_for(lambda: addresses(port) != set())
-        status, _, err = run("serve", "--port", port)
-        other.kill()
+        try:
+            wait_for(lambda: ("127.0.0.1", port) in addresses([other.pid]))
+            status, _, err = run("serve", "--port", port)
+        finally:
+            other.kill()
     assert status == 2 and f"cannot listen on 127.0.0.1 port {port}: Address already in use" in err
 
 

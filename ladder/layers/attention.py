@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
@@ -86,9 +85,7 @@ class Attention(nn.Module):
         if self.cap is None:
             causal = mask is None and tokens == seen
             if mask is None and 1 < tokens < seen:
-                mask = causal_lower_right(tokens, seen)
-                if not q.is_cuda:
-                    mask = mask._materialize(q.device)
+                mask = _last_of(tokens, seen, q)
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=True
             )
@@ -99,6 +96,15 @@ class Attention(nn.Module):
                 mask = torch.ones(tokens, seen, dtype=torch.bool, device=scores.device).tril(seen - tokens)
             y = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1).to(v.dtype) @ v
         return y.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _last_of(tokens: int, seen: int, x: Tensor) -> Tensor:
+    """The mask of causal attention of the last `tokens` of `seen` positions; on a GPU it is not made in memory."""
+    if not x.is_cuda:
+        return torch.ones(tokens, seen, dtype=torch.bool, device=x.device).tril(seen - tokens)
+    from torch.nn.attention.bias import causal_lower_right  # it imports Triton
+
+    return causal_lower_right(tokens, seen)
 
 
 def qkv_pieces(config: ModelConfig, layer: int, comm: Comm) -> Iterator[Piece]:
