@@ -158,7 +158,7 @@ def test_patterns(text: str) -> None:
         ("ladder-2-2", "ladder-2"),
         ("ladder-2-1", "ladder-2-1"),
         ("ladder-10-10", "ladder-10"),
-        ("desync-1x", "desync-1x"),
+        ("desync-1x", "standard"),
     ],
 )
 def test_aliases(alias: str, name: str) -> None:
