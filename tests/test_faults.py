@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE, Directory, load
+from ladder.engine.executors.heartbeat import Heartbeat
 from ladder.engine.executors.multi_process import MultiProcessExecutor
 from ladder.engine.executors.worker import run_rank
 from ladder.engine.model_runner import ModelRunner
@@ -387,6 +388,24 @@ def test_a_pause_is_no_failure_and_ctrl_c_is_the_end(model: Path) -> None:
         time.sleep(3)
         assert process.poll() is None
         interrupt(process)
+
+
+def test_a_pause_at_any_line_of_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats are old after a pause, wherever it began. Ranks that stay silent afterwards are named all the same."""
+    now = 100.0
+    monkeypatch.setattr("ladder.engine.executors.multi_process.time.monotonic", lambda: now)
+    executor = MultiProcessExecutor.__new__(MultiProcessExecutor)
+    shared = [100.0, 0.0, 99.5, 99.9]  # of each rank: its last heartbeat, and since when it computes
+    executor._heartbeats = [Heartbeat(shared, rank) for rank in range(2)]
+    executor._start, executor._timeout, executor._looked, executor._resumed = 0.0, 2.0, 100.0, 0.0
+    assert executor._unresponsive() is None
+    now = 110.0  # nobody could beat meanwhile
+    assert executor._unresponsive() is None
+    now = 111.9
+    shared[0] = now
+    assert executor._unresponsive() is None
+    now = 112.1
+    assert "rank 1 has not answered for 2 s" in str(executor._unresponsive())
 
 
 def test_ctrl_c_while_it_starts(model: Path) -> None:

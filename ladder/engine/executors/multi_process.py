@@ -24,7 +24,7 @@ from ladder.errors import LadderError, RankError
 
 START = 120.0  # seconds until a rank's first heartbeat, at most
 SHUTDOWN = 5.0  # seconds for ranks that were asked to end
-SUSPENDED = 2.0  # seconds between two checks beyond which this process itself was suspended
+SUSPENDED = 2.0  # seconds between two looks beyond which this process itself was suspended
 
 
 class MultiProcessExecutor:
@@ -51,6 +51,7 @@ class MultiProcessExecutor:
         shared: Any = fork_server().Array("d", Heartbeat.numbers(self._size), lock=False)
         self._heartbeats = [Heartbeat(shared, rank) for rank in range(self._size)]
         self._start = time.monotonic() + START  # a rank without a heartbeat is counted as silent from then on
+        self._looked = time.monotonic()  # when the ranks were last looked at
         self._resumed = 0.0  # when this process was last suspended; no rank counts as silent for longer than that
         options = replace(setup.options, dtype=setup.config.dtype)  # auto is decided once, here
         self._ranks = RankProcesses(self._size, target, options, shared)
@@ -120,12 +121,8 @@ class MultiProcessExecutor:
     def _watch(self) -> None:
         """The watchdog's thread: until a rank fails or the caller closes."""
         try:
-            checked = time.monotonic()
             while not self._closing:
                 ended = self._ranks.wait(HEARTBEAT)
-                if time.monotonic() - checked > SUSPENDED:  # the ranks may have been suspended with this process
-                    self._resumed = time.monotonic()
-                checked = time.monotonic()
                 for rank in range(self._size):
                     self._receive(rank)
                 failed = ended or self._ranks.failures or self._ranks.closed or self._unresponsive()
@@ -155,8 +152,12 @@ class MultiProcessExecutor:
 
     def _unresponsive(self) -> RankError | None:
         """A rank whose last heartbeat is too old, or that has computed for too long."""
+        now = time.monotonic()  # one time for all that follows: this process may be suspended at any line
+        if now - self._looked > SUSPENDED:  # the ranks may have been suspended with it
+            self._resumed = now
+        self._looked = now
         alive = [max(heartbeat.last_sign(self._start), self._resumed) for heartbeat in self._heartbeats]
         rank = alive.index(min(alive))
-        if time.monotonic() - alive[rank] <= self._timeout:
+        if now - alive[rank] <= self._timeout:
             return None
         return RankError(f"rank {rank} has not answered for {self._timeout:g} s; all ranks were stopped")
