@@ -1,6 +1,5 @@
 """What all tests share: one thread per rank, one server for processes, one world of emulated ranks per degree."""
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ from ladder.engine.executors.rank_processes import fork_server
 DEGREES = (1, 2, 4, 8)
 HEAVY = ("ladder.train.distill", "ladder.train.scratch", "peft", "tests.training")  # seconds to import
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it where a kernel is defined: before any test imports one
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell that starts us with & has Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

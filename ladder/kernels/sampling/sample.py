@@ -7,10 +7,12 @@ kept, the token with the largest
 
     -y_i / T - log(e_i),    e_i exponential random numbers of (seed, position, i),
 
-is a sample of softmax(x / T) (Gumbel's trick). Masses are whole numbers, so that the order of additions, and with it
-the number of programs and of sequences, changes no result. Tokens that are equally likely are kept or dropped together.
+is a sample of softmax(x / T) (Gumbel's trick). So the best of all tokens comes first: where it is one of those that
+top-k and top-p keep, it is the sample and nothing is searched for. Masses are whole numbers, so that the order of
+additions, and with it the number of programs and of sequences, changes no result. Tokens that are equally likely are
+kept or dropped together.
 
-Every round is a kernel of many programs, of which the one that ends last decides where the next round looks.
+Every pass over the logits is a kernel of many programs, of which the one that ends last decides what comes next.
 """
 
 import math
@@ -25,14 +27,12 @@ from ladder.kernels.sampling.random import exponential_reference, exponentials
 PIVOTS = 8
 ROUNDS = 8  # of a search: distances are told apart to one part in 8^8
 UNIT = 2.0**28  # the mass of the likeliest token
-REACH = (
-    19.5  # tokens that are further from the likeliest, in units of the temperature, have no mass: exp(-19.5) UNIT < 1
-)
+REACH = 19.5  # tokens further than that from the likeliest, in temperatures, have no mass: exp(-19.5) UNIT < 1
 BLOCK, TILES = 512, 8  # a program has so many tokens, in so many tiles: a sum of TILES masses is less than 2^32
 # columns of a sequence's parameters
 SKIP, ARGMAX, DRAW = 0, 1, 2  # modes: the choice that was made stands; the likeliest of these logits; a sample
 MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, COLUMNS = range(9)
-KERNELS = 2 + 2 * ROUNDS  # the first, the rounds of two searches, the last
+KERNELS = 4 + 2 * ROUNDS  # the first, the rounds of two searches, the draw, whether it is kept, the second draw
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scratch:
     """Where programs leave what they found, for up to `batch` sequences."""
 
     sums: Tensor  # [batch, kernels, pivots + 1] int64: tokens or masses, and how many programs have ended
-    state: Tensor  # [batch, 8] float64: largest logit, how far is kept, the search's brackets and what is within them
+    state: Tensor  # [batch, 8] float64: largest logit, how far is kept, the search's brackets, what is within them, ...
     found: Tensor  # [batch, programs, 2] float32
 
     @classmethod
@@ -62,7 +62,7 @@ def _is_last(sums, PIVOTS: tl.constexpr):
 @triton.jit
 def _begin(logits, settings, slots, sums, state, found, step, count, COLUMNS: tl.constexpr, KERNELS: tl.constexpr,
            PIVOTS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The largest logit, and how far from it tokens are kept by min-p."""
+    """The largest logit, and how far from it tokens are kept by min-p. Nothing is drawn yet."""
     part = tl.program_id(0)
     b = tl.program_id(1)
     own = settings + tl.load(slots + b) * COLUMNS
@@ -92,6 +92,51 @@ def _begin(logits, settings, slots, sums, state, found, step, count, COLUMNS: tl
             bound = tl.minimum(bound, -tl.load(own + 1) * tl.log(min_p))
         tl.store(state, top.to(tl.float64))
         tl.store(state + 1, bound.to(tl.float64))
+        tl.store(state + 5, tl.full([], 0.0, tl.float64))
+
+
+@triton.jit
+def _check(logits, settings, slots, sums, state, step, count, KERNEL: tl.constexpr, COLUMNS: tl.constexpr,
+           KERNELS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Whether top-k and top-p keep what was drawn: fewer than k tokens, and less than top-p of the mass, are nearer."""
+    part = tl.program_id(0)
+    b = tl.program_id(1)
+    own = settings + tl.load(slots + b) * COLUMNS
+    state += b * 8
+    top = tl.load(state).to(tl.float32)
+    if (tl.load(own) != 2.0) | (top == float("inf")) | (top == float("-inf")):
+        return
+    temperature = tl.load(own + 1)
+    k = tl.load(own + 2)
+    top_p = tl.load(own + 3)
+    rate = -1.4426950408889634 / temperature
+    whole = tl.minimum(tl.load(state + 1).to(tl.float32), 19.5 * temperature)
+    drawn = tl.load(state + 4).to(tl.float32)
+    x = logits + b.to(tl.int64) * step
+    tokens = tl.zeros([BLOCK], tl.uint32)
+    nearer = tl.zeros([BLOCK], tl.uint32)
+    within = tl.zeros([BLOCK], tl.uint32)
+    for tile in tl.static_range(TILES):
+        here = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        y = top - tl.load(x + here, mask=here < count, other=float("-inf"))
+        m = tl.where(y <= whole, (tl.exp2(y * rate) * 268435456.0).to(tl.uint32), 0).to(tl.uint32)
+        tokens += (y < drawn).to(tl.uint32)
+        nearer += tl.where(y < drawn, m, 0).to(tl.uint32)
+        within += m
+    sums += (b * KERNELS + KERNEL) * (PIVOTS + 1)
+    tl.atomic_add(sums, tl.sum(tokens.to(tl.int64), axis=0), sem="relaxed", scope="gpu")
+    tl.atomic_add(sums + 1, tl.sum(nearer.to(tl.int64), axis=0), sem="relaxed", scope="gpu")
+    tl.atomic_add(sums + 2, tl.sum(within.to(tl.int64), axis=0), sem="relaxed", scope="gpu")
+    if _is_last(sums, PIVOTS):
+        limited = (k > 0.0) & (k < count)
+        kept = (limited == 0) | (tl.load(sums, cache_modifier=".cg").to(tl.float64) < k.to(tl.float64))
+        nearer_mass = tl.load(sums + 1, cache_modifier=".cg")
+        # with a top-k, the share is that of the tokens that it keeps: at least of those up to the one that was drawn
+        own_mass = (tl.exp2(drawn * rate) * 268435456.0).to(tl.int64)
+        mass = tl.where(limited, nearer_mass + own_mass, tl.load(sums + 2, cache_modifier=".cg"))
+        need = tl.maximum((mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
+        kept = kept & ((top_p >= 1.0) | (nearer_mass < need))
+        tl.store(state + 5, kept.to(tl.float64))
 
 
 @triton.jit
@@ -104,11 +149,13 @@ def _round(logits, settings, slots, sums, state, step, count, number, ROUNDS: tl
     """
     part = tl.program_id(0)
     b = tl.program_id(1)
+    state += b * 8
+    if tl.load(state + 5) > 0.0:  # there is nothing to search for
+        return
     own = settings + tl.load(slots + b) * COLUMNS
     temperature = tl.load(own + 1)
     k = tl.load(own + 2)
     top_p = tl.load(own + 3)
-    state += b * 8
     top = tl.load(state).to(tl.float32)
     wanted = (tl.load(own) == 2.0) & (top > float("-inf")) & (top < float("inf"))
     wanted = wanted & (k > 0.0) & (k < count) if COUNT else wanted & (top_p < 1.0)
@@ -163,15 +210,15 @@ def _round(logits, settings, slots, sums, state, step, count, number, ROUNDS: tl
 
 @triton.jit
 def _draw(logits, settings, seeds, slots, positions, chosen, tokens, last, sums, state, found, step, count,
-          COLUMNS: tl.constexpr, KERNELS: tl.constexpr, PIVOTS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-          PARTS: tl.constexpr):  # fmt: skip
-    """The best of what is kept."""
+          KERNEL: tl.constexpr, COLUMNS: tl.constexpr, KERNELS: tl.constexpr, PIVOTS: tl.constexpr,
+          BLOCK: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """The best of what is kept, and its distance from the likeliest."""
     part = tl.program_id(0)
     b = tl.program_id(1)
     slot = tl.load(slots + b)
     own = settings + slot * COLUMNS
     mode = tl.load(own)
-    if mode == 0.0:
+    if (mode == 0.0) | (tl.load(state + b * 8 + 5) > 0.0):
         return
     temperature = tl.load(own + 1)
     seed = tl.load(seeds + slot)
@@ -198,7 +245,7 @@ def _draw(logits, settings, seeds, slots, positions, chosen, tokens, last, sums,
     highest = tl.max(best, axis=0)
     tl.store(found + part * 2, highest)
     tl.store(found + part * 2 + 1, tl.min(tl.where(best == highest, which, 2147483647), axis=0).to(tl.float32))
-    if _is_last(sums + (b * KERNELS + KERNELS - 1) * (PIVOTS + 1), PIVOTS):
+    if _is_last(sums + (b * KERNELS + KERNEL) * (PIVOTS + 1), PIVOTS):
         r = tl.arange(0, PARTS)
         inside = r < tl.num_programs(0)
         scores = tl.load(found + r * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
@@ -209,6 +256,9 @@ def _draw(logits, settings, seeds, slots, positions, chosen, tokens, last, sums,
         token = tl.where(finite, token, 0)
         tl.store(tokens + b, token)
         tl.store(last + slot, token)
+        if finite:
+            tl.store(state + b * 8 + 4, (top - tl.load(x + token)).to(tl.float64))
+        tl.store(state + b * 8 + 5, (mode == 1.0).to(tl.float64))
 
 
 def sample(
@@ -238,15 +288,23 @@ def sample(
     parts = triton.next_power_of_2(grid[0])
     sums[:batch].zero_()
     _begin[grid](logits, params, slots, sums, state, found, step, count, PARTS=parts, **shape)
+    state_of = (sums, state, found, step, count)
+
+    def draw(kernel: int) -> None:
+        _draw[grid](
+            logits, params, seeds, slots, positions, chosen, tokens, last, *state_of, kernel, PARTS=parts, **shape
+        )
+
+    draw(KERNELS - 3)
+    if not any(searches):
+        return
+    _check[grid](logits, params, slots, sums, state, step, count, KERNELS - 2, **shape)
     for counts, wanted in zip((True, False), searches, strict=True):
         for number in range(ROUNDS if wanted else 0):
             _round[grid](
                 logits, params, slots, sums, state, step, count, number, ROUNDS=ROUNDS, COUNT=counts, **shape
             )  # fmt: skip
-    _draw[grid](
-        logits, params, seeds, slots, positions, chosen, tokens, last, sums, state, found, step, count, PARTS=parts,
-        **shape,
-    )  # fmt: skip
+    draw(KERNELS - 1)
 
 
 def sample_reference(
