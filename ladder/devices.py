@@ -20,6 +20,11 @@ def device(name: str) -> torch.device:
     return found
 
 
+def upload(x: torch.Tensor, to: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on another device, without waiting for what that computes."""
+    return x.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else x.to(to)
+
+
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products; without them torch converts, which is slow."""
     if hasattr(torch.cpu, "get_capabilities"):  # not in the oldest versions that are supported

@@ -99,7 +99,8 @@ class Decoder(nn.Module):
         [batch] picks one token of each, [batch, 1, block]; without it all are answered, [batch, tokens, block].
         """
         ops = ops or Plain()
-        metadata = PrefillMetadata.of(tokens.shape, cache, slots, self.config, self.ropes)
+        batch, count = tokens.shape
+        metadata = PrefillMetadata.of([count] * batch, cache, slots, self.config, self.ropes)
         if last is None:
             every: Tensor = self.run(ops, tokens.flatten(), metadata, cache, None)
             return every.view(*tokens.shape, -1)

@@ -45,12 +45,18 @@ def forward_logits(
     batch = len(tokens)
     slots = list(range(batch - 1, -1, -1))
     forward = Forward(model, model.new_cache(batch, 16), launch)
-    last = torch.full((batch,), PROMPT - 1)
-    found = [forward.prefill(tokens[:, :PROMPT], last, slots)]
-    first = torch.tensor(slots).repeat_interleave(PROMPT)
-    again = forward.prefill_at(tokens[:, :PROMPT], last, first, forward.beginnings(tokens[:, :PROMPT].shape))
-    assert torch.equal(again, found[0])
-    forward.cache.advance([PROMPT] * batch, slots)
+    # prompts in two pieces that are cut elsewhere for every sequence, and then one of them as a whole
+    cuts = [1 + number % (PROMPT - 1) for number in range(batch)]
+    first = torch.cat([tokens[number, :cut] for number, cut in enumerate(cuts)])
+    forward.prefill(first, cuts, slots, torch.tensor([], dtype=torch.long))
+    forward.cache.advance(cuts, slots)
+    rest = torch.cat([tokens[number, cut:PROMPT] for number, cut in enumerate(cuts)])
+    counts = [PROMPT - cut for cut in cuts]
+    found = [forward.prefill(rest, counts, slots, torch.tensor(counts).cumsum(0) - 1)]
+    forward.cache.advance(counts, slots)
+    slot = torch.full((PROMPT,), slots[0])
+    again = forward.prefill_at(tokens[0, :PROMPT], torch.tensor([PROMPT - 1]), slot, forward.beginning(PROMPT))
+    assert_close(model.comm.all_gather(again), model.comm.all_gather(found[0][:1]))
     for position in range(PROMPT, tokens.shape[1]):
         inputs = torch.stack([tokens[:, position], torch.tensor(slots), torch.full((batch,), position)])
         logits, chosen = forward.advance(inputs, torch.zeros(batch, dtype=torch.long))

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from ladder.engine.executors import messages, seal
-from ladder.engine.executors.messages import decode, encode
+from ladder.engine.executors.messages import VERSION, decode, encode
 from ladder.engine.executors.seal import HEADER, Seal, greet, read_token
-from ladder.engine.model_runner import AbortSequence, AddSequence, Command, Shutdown
+from ladder.engine.model_runner import AbortSequence, AddSequence, Command, ReadLong, Shutdown
 from ladder.engine.options import SamplingParams
 from ladder.engine.scheduler import SequenceSpec
 from ladder.errors import LadderError
@@ -41,6 +41,7 @@ COMMANDS: list[Command] = [
     AbortSequence(0),
     AddSequence(SequenceSpec(1, tuple(range(2000)), 1, SamplingParams())),
     Shutdown(),
+    ReadLong(),
 ]
 LIMIT = 120.0
 
@@ -56,7 +57,7 @@ def test_what_is_sent_is_received() -> None:
     (struct.pack("<III", 3, 2, 1) + b"{}", "shorter than its lengths say"),
     (struct.pack("<III", 3, 2**32 - 1, 2**32 - 1) + b"{}", "shorter than its lengths say"),
     (struct.pack("<III", 3, 2, 1) + b"{}\0\0\0\0", "tokens that belong to no sequence"),
-    (struct.pack("<III", 4, 2, 0) + b"{}", "no command of kind 4"),
+    (struct.pack("<III", 5, 2, 0) + b"{}", "no command of kind 5"),
     (struct.pack("<III", 3, 2, 0) + b"[]", "not a JSON object"),
     (struct.pack("<III", 3, 2, 0) + b"\xff{", "not JSON"),
     (struct.pack("<III", 3, 9, 0) + b'{"id": 1}', "'id' is missing or is no field of Shutdown"),
@@ -101,13 +102,13 @@ def test_a_seal_is_of_one_key_one_number_and_one_message() -> None:
     assert {len(header) for header in headers} == {HEADER}
     with pytest.raises(LadderError, match="not sealed with this run's token"):
         other.length(headers[0])
-    with pytest.raises(LadderError, match="number 1 of version 1, not 0"):
+    with pytest.raises(LadderError, match=f"number 1 of version {VERSION}, not 0"):
         theirs.length(headers[1])
     assert theirs.length(headers[0]) == 5
     assert theirs.check(headers[0], b"first") == b"first"
     with pytest.raises(LadderError, match="not the one that its header announced"):
         theirs.check(headers[0], b"fir5t")
-    with pytest.raises(LadderError, match="number 0 of version 1, not 1"):  # once more
+    with pytest.raises(LadderError, match=f"number 0 of version {VERSION}, not 1"):  # once more
         theirs.length(headers[0])
     assert theirs.length(headers[1]) == 0
     for at in range(HEADER):
@@ -123,8 +124,10 @@ def test_a_seal_is_of_one_key_one_number_and_one_message() -> None:
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     header = Seal(b"").header(b"")
-    monkeypatch.setattr(seal, "VERSION", 2)
-    with pytest.raises(LadderError, match="of version 1, not 0 of 2; all ranks must run the same version"):
+    monkeypatch.setattr(seal, "VERSION", VERSION + 1)
+    with pytest.raises(
+        LadderError, match=f"of version {VERSION}, not 0 of {VERSION + 1}; all ranks must run the same version"
+    ):
         Seal(b"").length(header)
 
 

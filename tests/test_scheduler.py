@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder.engine.blocks import BlockPool, names_of
+from ladder.engine.executors.pace import SHARE, Pace
+from ladder.engine.model_runner import NewToken
 from ladder.engine.options import SamplingParams
-from ladder.engine.scheduler import RunningSequence, ScheduledBatch, Scheduler, SequenceSpec, finish_reason
+from ladder.engine.scheduler import LONG, SMALL, RunningSequence, ScheduledBatch, Scheduler, SequenceSpec, finish_reason
 from ladder.layers.cache import BLOCK, RESERVED
 
 END = 7  # the token that ends a sequence early
@@ -54,6 +56,7 @@ class Engine:
     ahead: list[ScheduledBatch] = field(default_factory=list)
     here: set[int] = field(default_factory=set)  # added, and neither finished nor dropped
     reused: int = 0
+    steps: int = 0
 
     def tokens(self, sequence: RunningSequence) -> list[int]:
         """All of a sequence, also what is not known to the scheduler yet."""
@@ -100,10 +103,14 @@ class Engine:
         for sequence in scheduler.admit():
             self.given[sequence.spec.id] = list(sequence.new)
             self.reused += sequence.computed
-        batches = [batch for batch in (scheduler.decode_batch(), scheduler.prefill_batch()) if batch is not None]
+        self.steps += 1
+        long = scheduler.holds_back and self.steps % 5 == 0
+        given = (scheduler.decode_batch(), scheduler.prefill_batch(long))
+        batches = [batch for batch in given if batch is not None]
         for batch in batches:
             if batch.tokens:
-                assert len(batch.sequences) * max(map(len, batch.tokens)) <= scheduler.chunk
+                short = [len(piece) for piece, each in zip(batch.tokens, batch.sequences, strict=True) if not each.long]
+                assert sum(short) <= scheduler.chunk and len(batch.sequences) - len(short) <= 1
             self.compute(batch)
         if self.late:
             batches, self.ahead = self.ahead, batches
@@ -118,8 +125,8 @@ class Engine:
         assert {each.spec.id for each in scheduler.waiting} | scheduler.running.keys() == self.here
 
 
-def live(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool) -> Engine:
-    engine = Engine(Scheduler(slots, chunk, BlockPool(blocks + RESERVED)), plans, late)
+def live(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool, long: int = LONG) -> Engine:
+    engine = Engine(Scheduler(slots, chunk, BlockPool(blocks + RESERVED), long), plans, late)
     steps = 0
     while steps <= max(plan.comes for plan in plans) or engine.scheduler.busy or engine.ahead:
         for id, plan in enumerate(plans):
@@ -144,9 +151,10 @@ def live(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool) -> 
     st.integers(7, 40),
     st.lists(PLANS, min_size=1, max_size=20),
     st.booleans(),
+    st.sampled_from((20, LONG)),
 )
-def test_whatever_comes_and_goes(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool) -> None:
-    engine = live(slots, chunk, blocks, plans, late)
+def test_whatever_comes_and_goes(slots: int, chunk: int, blocks: int, plans: list[Plan], late: bool, long: int) -> None:
+    engine = live(slots, chunk, blocks, plans, late, long)
     for id, plan in enumerate(plans):
         if plan.goes is None or id in engine.finished:
             ends = plan.ends if plan.ends is not None and plan.ends <= plan.limit else None
@@ -225,13 +233,63 @@ def started(*lengths: int, slots: int = 8, chunk: int = 12) -> Scheduler:
 
 def test_short_prompts_share_a_pass() -> None:
     first = started(4, 3, 4, 1, 30, 2).prefill_batch()
-    assert first is not None and [len(piece) for piece in first.tokens] == [4, 3, 4]
+    assert first is not None and [len(piece) for piece in first.tokens] == [4, 3, 4, 1]
 
 
 def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
     scheduler = started(400, 3, slots=2, chunk=4)
     passes = [scheduler.prefill_batch(), scheduler.prefill_batch()]
     assert [[sequence.spec.id for sequence in work.sequences] for work in passes if work is not None] == [[0], [1]]
+
+
+def test_a_long_prompt_waits_for_those_that_are_decoded() -> None:
+    scheduler = Scheduler(4, 512, BlockPool(9000))
+    for id, length in enumerate((LONG + SMALL + 1, 5)):
+        scheduler.add(SequenceSpec(id, tuple(range(length)), 10, PARAMS))
+    scheduler.admit()
+
+    def read(long: bool = False) -> list[int]:
+        batch = scheduler.prefill_batch(long)
+        return [] if batch is None else [len(piece) for piece in batch.tokens]
+
+    assert read() == [5, SMALL] and scheduler.holds_back  # nothing was decoded yet
+    assert read() == [] and read(long=True) == [SMALL] and read() == []
+    scheduler.drop(1)
+    assert not scheduler.holds_back and read() == [SMALL]
+
+
+@dataclass
+class Clocked:
+    """A runner with a clock: a step takes 1, a piece of a long prompt 10 more; with `late` the next step takes them."""
+
+    late: bool
+    now: float = 0.0
+    pieces: int = 0
+    holds_back: bool = True
+    read: tuple[bool, bool] = (False, False)
+    reads_long: bool = False
+    before: float = 0.0
+
+    def step(self) -> list[NewToken]:
+        extra, self.read = 10.0 * self.reads_long, (self.reads_long, self.reads_long)
+        self.now += 1.0 + (self.before if self.late else extra)
+        self.pieces += self.reads_long
+        self.before = extra
+        return []
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_pieces_of_long_prompts_cost_a_share_of_the_time(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Clocked(late)
+    monkeypatch.setattr("ladder.engine.executors.pace.time.perf_counter", lambda: runner.now)
+    pace = Pace(runner)  # type: ignore[arg-type]
+    assert not pace.due  # it is not known yet what a step takes
+    for _ in range(2000):
+        runner.reads_long = bool(pace.due)
+        pace.step()
+    assert 0.9 * SHARE < (runner.now - 2000) / 2000 < 1.1 * SHARE and runner.pieces > 20
+    runner.holds_back = False
+    assert not pace.due
 
 
 def test_the_lowest_slot_is_taken_first_and_unknown_sequences_are_no_error() -> None:

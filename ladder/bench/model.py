@@ -130,4 +130,6 @@ class FusedModel:
 
     def prompts(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
         """The logits after each of several prompts, [batch, tokens], launch by launch."""
-        return self._forward.prefill(tokens, last, slots)
+        batch, count = tokens.shape
+        rows = torch.arange(batch, device=last.device) * count + last
+        return self._forward.prefill(tokens.flatten(), [count] * batch, slots, rows)

@@ -103,23 +103,23 @@ class Forward:
         logits = self.decode(tokens, slots, positions, reach)
         return logits, likeliest(self.model, self.launch, logits, tokens, positions, slots, last)
 
-    def prefill(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
-        """Pieces of prompts, [batch, tokens], as in `Decoder.forward`: logits of each one's `last`, [batch, block]."""
-        logits: Tensor = self.model(tokens, self.cache, last, slots, self._prefill)
-        return logits[:, 0]
+    def prefill(self, tokens: Tensor, counts: Sequence[int], slots: Sequence[int], last: Tensor) -> Tensor:
+        """`counts[i]` tokens each that follow what `slots[i]` holds, one after the other in `tokens` [rows]: logits of
+        the rows `last`, [last, block].
+        """
+        metadata = PrefillMetadata.of(counts, self.cache, slots, self.model.config, self.model.ropes)
+        return self.model.run(self._prefill, tokens, metadata, self.cache, last)
 
-    def beginnings(self, shape: torch.Size) -> PrefillMetadata:
-        """The metadata of prompts' first pieces, whatever their slots."""
-        return PrefillMetadata.of(shape, None, None, self.model.config, self.model.ropes)
+    def beginning(self, count: int) -> PrefillMetadata:
+        """The metadata of a prompt's first `count` tokens, whatever its slot."""
+        return PrefillMetadata.of([count], None, None, self.model.config, self.model.ropes)
 
-    def prefill_at(self, tokens: Tensor, last: Tensor, slots: Tensor, beginnings: PrefillMetadata) -> Tensor:
-        """`prefill` of first pieces in `slots`, one for every token. It can be captured in a CUDA graph: first pieces
+    def prefill_at(self, tokens: Tensor, last: Tensor, slots: Tensor, beginning: PrefillMetadata) -> Tensor:
+        """`prefill` of a first piece in `slots`, one for every token. It can be captured in a CUDA graph: first pieces
         look only at themselves, so nothing depends on the slots but where their keys and values go.
         """
-        rows = torch.arange(len(last), device=last.device) * tokens.shape[1] + last
-        # kernels go by addresses: no expanded views
-        metadata = replace(beginnings, slots=slots.contiguous(), tables=self.cache.tables)
-        return self.model.run(self._prefill, tokens.flatten(), metadata, self.cache, rows)
+        metadata = replace(beginning, slots=slots, tables=self.cache.tables)
+        return self.model.run(self._prefill, tokens, metadata, self.cache, last)
 
 
 def likeliest(

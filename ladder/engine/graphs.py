@@ -204,10 +204,10 @@ class _CapturedPrompt:
         self._inputs[1] = spare
         self._spare = spare
         self._last = torch.zeros(1, dtype=torch.long, device=device)
-        self._beginnings = forward.beginnings(self._inputs[:1].shape)  # the graph has its tensors' addresses
+        self._beginning = forward.beginning(width)  # the graph has its tensors' addresses
 
         def step() -> Tensor:
-            return forward.prefill_at(self._inputs[:1], self._last, self._inputs[1], self._beginnings)
+            return forward.prefill_at(self._inputs[0], self._last, self._inputs[1], self._beginning)
 
         self._graph, self._results = _capture(step, device)
 

@@ -31,11 +31,16 @@ class AbortSequence:
 
 
 @dataclass(frozen=True)
+class ReadLong:
+    """The next step reads a piece of a long prompt, though others are decoded."""
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """No more steps."""
 
 
-Command = AddSequence | AbortSequence | Shutdown
+Command = AddSequence | AbortSequence | ReadLong | Shutdown
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,14 @@ class ModelRunner:
         self._scheduler = Scheduler(slots, chunk, BlockPool(blocks))
         self._passes = Passes(model, slots, blocks, launch, graphs)
         self._ahead: list[tuple[ScheduledBatch, Chosen]] = []  # passes of the last step whose tokens were not read yet
+        self._reads_long = False
+        self.read = (False, False)  # whether the last step read prompts, and a long one
         self.stopped = False
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a long prompt waits for `ReadLong`."""
+        return self._scheduler.holds_back
 
     @property
     def busy(self) -> bool:
@@ -94,6 +106,8 @@ class ModelRunner:
                     self._scheduler.add(spec)
                 case AbortSequence(id):
                     self._scheduler.drop(id)
+                case ReadLong():
+                    self._reads_long = True
                 case Shutdown():
                     self.stopped = True
 
@@ -111,7 +125,8 @@ class ModelRunner:
         for sequence in scheduler.admit():
             self._passes.begin(sequence)
         # both batches are chosen before either is computed: a prompt that ends here is decoded from the next step on
-        batches = [scheduler.decode_batch(), scheduler.prefill_batch()]
+        batches = [scheduler.decode_batch(), prompts := scheduler.prefill_batch(self._reads_long)]
+        self._reads_long, self.read = False, (prompts is not None, prompts is not None and prompts.long)
         if scheduler.moved:
             self._passes.move(list(scheduler.moved.values()))
             scheduler.moved.clear()

@@ -39,11 +39,15 @@ class EngineOptions:
     emulate_link: str | None = option(
         None, "Make the all-reduces as slow as this link: a name, or alpha,beta as in 50us,10GB/s."
     )
-    max_num_seqs: int = option(16, "Sequences that are computed at once, at most.")
+    max_num_seqs: int = option(None, "Sequences that are computed at once, at most; default: 256 on a GPU, else 16.")
     memory: float | None = option(
         None, "GB of the KV cache on each rank; default: most of what is free once the model is loaded."
     )
-    prefill_chunk: int = option(512, "Tokens of a prompt that are read in one step, at most; decoding goes on between.")
+    prefill_chunk: int = option(
+        None,
+        "Tokens of prompts that are read in one step, at most, between two of decoding; default: 4096 on a GPU, "
+        "else 512.",
+    )
     expert_parallel: bool = option(False, "Each rank has some experts as a whole, instead of a slice of every expert.")
     timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
     kernels: bool = option(True, "On a GPU: our kernels and CUDA graphs. Off: plain torch.")
@@ -54,6 +58,10 @@ class EngineOptions:
     )
 
     def __post_init__(self) -> None:
+        gpu = str(self.device).startswith("cuda")
+        for name, default in (("max_num_seqs", 256 if gpu else 16), ("prefill_chunk", 4096 if gpu else 512)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         check_types(self)
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")

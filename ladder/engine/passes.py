@@ -4,18 +4,22 @@ tokens are chosen from it.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ladder.comm.signalled import Signalled
+from ladder.devices import upload
 from ladder.engine.forward import Forward, likeliest
 from ladder.engine.graphs import LONGEST, Graphs
 from ladder.engine.sampling import Chosen, Sampler
 from ladder.engine.scheduler import RunningSequence, ScheduledBatch
 from ladder.kernels.launch import Launch, References
 from ladder.kernels.table import MOST
-from ladder.layers.cache import SPARE
+from ladder.layers.cache import SPARE, PrefillMetadata
+from ladder.layers.ops import Plain
 from ladder.model import Decoder
 
 
@@ -60,9 +64,8 @@ class Passes:
         slots = [each.slot for each in sequences for _ in each.blocks]
         columns = [number for each in sequences for number in range(len(each.blocks))]
         blocks = [block for each in sequences for block in each.blocks]
-        given = torch.tensor([slots, columns, blocks], pin_memory=tables.is_cuda)
         with self._on_device():
-            rows = given.to(tables.device, non_blocking=True)
+            rows = self._given([slots, columns, blocks])
             tables.index_put_((rows[0], rows[1]), rows[2].int())
 
     def erase(self, blocks: Sequence[int]) -> None:
@@ -78,41 +81,41 @@ class Passes:
             return self._prefill(work) if work.tokens else self._decode(work)
 
     def _decode(self, work: ScheduledBatch) -> Chosen:
-        device = self.cache.keys[0].device
         if self._graphs is not None:
             step = self._graphs.step(work.sequences, work.slots, work.starts)
             return self._choose(step.logits, work.sequences, step.inputs, step.chosen)
-        slots, positions = torch.tensor([work.slots, work.starts], device=device)
+        slots, positions = self._given([work.slots, work.starts])
         inputs = torch.stack([self._sampler.last[slots], slots, positions])
         if self._forward is not None and len(slots) <= MOST:
             logits, chosen = self._forward.advance(inputs, self._sampler.last)
             return self._choose(logits, work.sequences, inputs, chosen)
-        ids, last = inputs[0].unsqueeze(1), torch.zeros(len(slots), dtype=torch.long, device=device)
-        logits = self._logits(ids, last, work.slots)
-        return self._choose(logits, work.sequences, inputs)
+        return self._choose(
+            self._logits(inputs[0], work, torch.arange(len(slots), device=slots.device)), work.sequences, inputs
+        )
 
     def _prefill(self, work: ScheduledBatch) -> Chosen:
-        device = self.cache.keys[0].device
-        width = max(map(len, work.tokens))
+        ends = list(accumulate(map(len, work.tokens)))
+        ended = [number for number, each in enumerate(work.sequences) if each in work.answered]
+        newest = [work.starts[number] + len(work.tokens[number]) - 1 for number in ended]
+        inputs = self._given([[0] * len(ended), [work.slots[number] for number in ended], newest])
         graphs, forward = self._graphs, self._forward
-        if graphs and forward and forward.capturable and work.starts == (0,) and width <= LONGEST:
+        if graphs and forward and forward.capturable and work.starts == (0,) and ends[-1] <= LONGEST:
             logits = graphs.prompt(work.tokens[0], work.slots[0])
         else:
-            ids = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in work.tokens], device=device)
-            last = torch.tensor([len(piece) - 1 for piece in work.tokens], device=device)
-            logits = self._logits(ids, last, work.slots)
-        ended = [number for number, each in enumerate(work.sequences) if each in work.answered]
-        if len(ended) < len(work.sequences):
-            logits = logits[ended]
-        newest = [work.starts[number] + len(work.tokens[number]) - 1 for number in ended]
-        rows = [[0] * len(ended), [work.slots[number] for number in ended], newest]
-        return self._choose(logits, work.answered, torch.tensor(rows, device=device))
+            ids = self._given([token for piece in work.tokens for token in piece])
+            logits = self._logits(ids, work, self._given([ends[number] - 1 for number in ended]))
+        return self._choose(logits[: len(ended)], work.answered, inputs)
 
-    def _logits(self, ids: Tensor, last: Tensor, slots: list[int]) -> Tensor:
+    def _logits(self, ids: Tensor, work: ScheduledBatch, last: Tensor) -> Tensor:
+        counts = [len(piece) for piece in work.tokens] or [1] * len(work.sequences)
         if self._forward is not None:
-            return self._forward.prefill(ids, last, slots)
-        logits: Tensor = self._model(ids, self.cache, last, slots)
-        return logits[:, 0]
+            return self._forward.prefill(ids, counts, work.slots, last)
+        metadata = PrefillMetadata.of(counts, self.cache, work.slots, self._model.config, self._model.ropes)
+        return self._model.run(Plain(), ids, metadata, self.cache, last)
+
+    def _given(self, values: Sequence[Any]) -> Tensor:
+        """On the cache's device, without waiting for what that computes."""
+        return upload(torch.tensor(values, dtype=torch.long), self.cache.keys[0].device)
 
     def _choose(
         self, logits: Tensor, sequences: Sequence[RunningSequence], inputs: Tensor, chosen: Tensor | None = None
@@ -120,7 +123,7 @@ class Passes:
         """`chosen`: the likeliest tokens, where they are known and `inputs` are those of the next step already."""
         tokens, slots, positions = inputs
         if not sequences:
-            return Chosen(slots.cpu(), None)
+            return Chosen(torch.empty(0, dtype=torch.long), None)
         if chosen is None:
             chosen = likeliest(self._model, self._launch, logits, tokens, positions, slots, self._sampler.last)
         logprobs = None

@@ -2,8 +2,9 @@
 decide alike.
 
 A step is at most two forward passes: a decode batch with the next token of every sequence whose prompt has been read,
-and a prefill batch with a chunk of the prompts that are still being read. How a prompt is cut depends on that prompt
-and on where its unknown part begins, so the other sequences of a batch change no result.
+and a prefill batch with pieces of the prompts that are still being read. How a prompt is cut depends on that prompt
+and on where its unknown part begins, so the other sequences of a batch change no result. Long prompts are read in
+small pieces, while others are decoded only when the caller says so: see pace.py.
 
 A step may be scheduled before the tokens of the one before it are known: `pending` counts those of a sequence. Where
 blocks run out, the sequence that came last is preempted: it gives back its blocks, and waits to be read again with all
@@ -18,6 +19,7 @@ from ladder.engine.blocks import BlockPool, names_of
 from ladder.engine.options import SamplingParams
 from ladder.layers.cache import BLOCK
 
+LONG, SMALL = 16384, 256  # tokens of a prompt that has to wait for others, and of its pieces
 AHEAD = 4  # blocks that a sequence is given at once while there are plenty: tables are written less often
 
 
@@ -43,6 +45,7 @@ class RunningSequence:
     computed: int = 0  # tokens that have been scheduled so far: their keys and values are, or will be, in the cache
     new: list[int] = field(default_factory=list)
     pending: int = 0  # tokens that have been scheduled but are not known yet
+    long: bool = False  # whether what it had to read was long
 
     @property
     def reading(self) -> bool:
@@ -68,14 +71,20 @@ class ScheduledBatch:
     def slots(self) -> list[int]:
         return [sequence.slot for sequence in self.sequences]
 
+    @property
+    def long(self) -> bool:
+        """Whether a piece of a long prompt is part of it."""
+        return bool(self.tokens) and self.sequences[-1].long
+
 
 class Scheduler:
     """Sequences wait in order for one of `slots` slots and for blocks; prompts are read in chunks of at most `chunk`
-    tokens.
+    tokens. More than `long` of them are a long prompt.
     """
 
-    def __init__(self, slots: int, chunk: int, blocks: BlockPool) -> None:
+    def __init__(self, slots: int, chunk: int, blocks: BlockPool, long: int = LONG) -> None:
         self.chunk = chunk
+        self._long = long
         self.waiting: deque[RunningSequence] = deque()
         self.running: dict[int, RunningSequence] = {}  # by id, in the order they got their slots
         self.blocks = blocks
@@ -131,6 +140,7 @@ class Scheduler:
         self.blocks.share(shared)
         sequence.blocks = [*shared, *(self.blocks.take() for _ in range(count - len(shared)))]
         sequence.unread, sequence.computed = unread, len(shared) * BLOCK
+        sequence.long = len(unread) - sequence.computed > self._long
         return True
 
     def preempt(self) -> RunningSequence:
@@ -169,30 +179,42 @@ class Scheduler:
             sequence.pending += 1
         return ScheduledBatch(tuple(sequences), starts, answered=tuple(sequences)) if sequences else None
 
-    def prefill_batch(self) -> ScheduledBatch | None:
-        """Chunks of prompts, as many as fit `chunk` tokens when all are padded to the longest.
+    @property
+    def holds_back(self) -> bool:
+        """Whether a long prompt waits for its next piece while others are decoded."""
+        return any(each.reading and each.long for each in self.running.values()) and bool(self._going_on())
+
+    def prefill_batch(self, long: bool = False) -> ScheduledBatch | None:
+        """Pieces of prompts, as many as fit `chunk` tokens, and last one of a long prompt: if nothing is decoded, or
+        with `long`.
 
         Steps alternate between oldest first, so that no prompt starves, and least read first, so that a short prompt
         need not wait for the end of a long one.
         """
         sequences: list[RunningSequence] = []
-        chunks: list[tuple[int, ...]] = []
-        unread = [each for each in self.running.values() if each.reading]
+        pieces: list[tuple[int, ...]] = []
+        reading = [each for each in self.running.values() if each.reading]
+        unread = [each for each in reading if not each.long]
         if self._least_read_first:
             unread.sort(key=lambda each: each.computed)
         self._least_read_first = not self._least_read_first and len(unread) > 1
+        room = self.chunk
         for sequence in unread:
-            chunk = sequence.unread[sequence.computed : sequence.computed + self.chunk]
-            width = max(len(chunk), *map(len, chunks)) if chunks else len(chunk)
-            if chunks and width * (len(chunks) + 1) > self.chunk:
+            piece = sequence.unread[sequence.computed : sequence.computed + self.chunk]
+            room -= len(piece)
+            if room < 0:
                 break
             sequences.append(sequence)
-            chunks.append(chunk)
+            pieces.append(piece)
+        oldest = next((each for each in reading if each.long), None)
+        if oldest is not None and (long or not self._going_on()):
+            sequences.append(oldest)
+            pieces.append(oldest.unread[oldest.computed : oldest.computed + min(SMALL, self.chunk)])
         starts = tuple(each.computed for each in sequences)
-        for sequence, chunk in zip(sequences, chunks, strict=True):
-            self._read(sequence, len(chunk))
+        for sequence, piece in zip(sequences, pieces, strict=True):
+            self._read(sequence, len(piece))
         answered = tuple(each for each in sequences if not each.reading)
-        return ScheduledBatch(tuple(sequences), starts, tuple(chunks), answered) if sequences else None
+        return ScheduledBatch(tuple(sequences), starts, tuple(pieces), answered) if sequences else None
 
     def _read(self, sequence: RunningSequence, count: int) -> None:
         """A pass reads so many tokens of a sequence; what comes after it can share the blocks that they fill."""

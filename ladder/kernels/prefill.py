@@ -48,11 +48,9 @@ class Prefill(FusedReader):
         assert isinstance(metadata, PrefillMetadata) and cache is not None
         keys, values = cache.keys[block.layer], cache.values[block.layer]
         qkv = self.norms_of_all_heads(stream, block, qkv)
-        turned = self.launch.rotate_write(qkv, block, metadata, keys, values).unflatten(0, metadata.shape)
-        q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=2)
-        if metadata.read is not None:  # what came before is in the cache
-            k, v = keys[metadata.read], values[metadata.read]
-        return block.scaled_dot_product(q, k, v, metadata)
+        turned = self.launch.rotate_write(qkv, block, metadata, keys, values)
+        q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=1)
+        return block.over_pieces(q, k, v, metadata, keys, values)
 
     def experts(self, stream: ResidualStream, out: Out, block: ExpertMLP, x: Tensor) -> None:
         choice = block.choose(x)

@@ -77,9 +77,23 @@ class Attention(nn.Module):
         q, k = self.q_norm(q.flatten(1), q_mean).view_as(q), self.k_norm(k.flatten(1), k_mean).view_as(k)
         return q, k
 
-    def scaled_dot_product(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
+    def over_pieces(
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata, keys: Tensor | None, values: Tensor | None
+    ) -> Tensor:
+        """Attention of a pass's rows [rows, heads, d] -> [rows, heads * d]. What came before them is in the cache."""
+        found, row = [], 0
+        for piece in metadata.pieces:
+            end = row + piece.shape[0] * piece.shape[1]
+            its_q, its_k, its_v = (x[row:end].unflatten(0, piece.shape) for x in (q, k, v))
+            if piece.read is not None:
+                assert keys is not None and values is not None
+                its_k, its_v = keys[piece.read], values[piece.read]
+            found.append(self._scaled_dot_product(its_q, its_k, its_v, piece.masks[self.window]))
+            row = end
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _scaled_dot_product(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """softmax( q k^T scale ) v for q, k, v [batch, tokens or positions, heads, d] -> [rows, heads * d]."""
-        mask = metadata.masks[self.window]
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         tokens, seen = q.shape[2], k.shape[2]
         if self.cap is None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from ladder.config import ModelConfig
+from ladder.devices import upload
 from ladder.layers.rope import RopeTable
 
 BLOCK = 16  # positions of a block
@@ -82,50 +84,67 @@ class Metadata:
 
 
 @dataclass(frozen=True)
-class PrefillMetadata(Metadata):
-    """Of `shape` = [batch, tokens] tokens that are consecutive in their sequences, row after row."""
+class Pieces:
+    """Rows of a pass that attention takes together: of `shape` = [batch, tokens], consecutive in their sequences."""
 
     shape: tuple[int, int]
     read: Tensor | None  # [batch, seen]: where in the cache the sequences' positions are; None: nothing came before
-    seen: int  # how many positions of the cache the furthest token can see
     masks: dict[int | None, Tensor | None]  # by sliding window: [batch, 1, tokens, seen], true where a token may look
     # None where all sequences begin at the same position and no sliding window bites: the tokens are the last of those
     # that are seen, and causal attention needs no mask in memory
 
+
+@dataclass(frozen=True)
+class PrefillMetadata(Metadata):
+    """Of tokens that are consecutive in their sequences, sequence after sequence."""
+
+    pieces: tuple[Pieces, ...]
+
     @classmethod
     def of(
         cls,
-        shape: Sequence[int],
+        counts: Sequence[int],
         cache: KVCache | None,
         slots: Sequence[int] | None,
         config: ModelConfig,
         ropes: RopeTable,
     ) -> "PrefillMetadata":
-        """For `shape` = [batch, tokens] tokens that follow what the slots of the cache hold."""
-        batch, tokens = shape
+        """For `counts[i]` tokens that follow what slot `slots[i]` of the cache holds; without `slots`: slot i."""
         device = ropes.frequencies.device
-        slots = range(batch) if slots is None else slots
-        starts = [0] * batch if cache is None else [cache.lengths[slot] for slot in slots]
-        seen = max(starts) + tokens
+        slots = range(len(counts)) if slots is None else slots
+        starts = [0] * len(counts) if cache is None else [cache.lengths[slot] for slot in slots]
+        seen = max(start + count for start, count in zip(starts, counts, strict=True))
         if cache is not None and seen > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
-        positions = torch.tensor(starts, device=device).unsqueeze(1) + torch.arange(tokens, device=device)
-        alike = len(set(starts)) == 1
-        masks: dict[int | None, Tensor | None] = {}
-        for window in set(config.windows):
-            if alike and (window is None or window >= seen):
-                masks[window] = None
-            else:
-                where = positions[:1] if alike else positions  # one mask for all where all begin alike
-                distance = where.int().unsqueeze(-1) - torch.arange(seen, device=device, dtype=torch.int32)
-                masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
-        each = torch.tensor(list(slots), device=device)
+        positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        rows = torch.stack([torch.tensor(slots).repeat_interleave(torch.tensor(counts)), positions])
+        owners, positions = upload(rows, device)
         tables = torch.zeros(1, 1, dtype=torch.int32, device=device) if cache is None else cache.tables
-        read = None
-        if seen > tokens:
-            every = torch.arange(seen, device=device).unsqueeze(0)
-            read = places(tables, each.unsqueeze(1), every)
-            read = read.where(every <= positions[:, -1:], ZEROS)  # what is not its own must be finite
-        flat = positions.flatten()
-        angles = ropes.angles(flat)
-        return cls(each.repeat_interleave(tokens), flat, *angles, tables, seen, (batch, tokens), read, seen, masks)
+        pieces, row = [], 0
+        # single tokens are taken together wherever they stand
+        for _, group in groupby(zip(starts, counts, strict=True), lambda each: each if each[1] > 1 else 1):
+            begins, (count, *_) = zip(*group, strict=True)
+            end = row + len(begins) * count
+            pieces.append(_pieces(begins, positions[row:end].view(-1, count), owners[row:end:count], tables, config))
+            row = end
+        return cls(owners, positions, *ropes.angles(positions), tables, seen, tuple(pieces))
+
+
+def _pieces(starts: Sequence[int], positions: Tensor, slots: Tensor, tables: Tensor, config: ModelConfig) -> Pieces:
+    """Of tokens at `positions` [batch, tokens] of `slots` [batch]."""
+    batch, tokens = positions.shape
+    seen, alike = max(starts) + tokens, len(set(starts)) == 1
+    every = torch.arange(seen, device=slots.device)
+    masks: dict[int | None, Tensor | None] = {}
+    for window in set(config.windows):
+        if alike and (window is None or window >= seen):
+            masks[window] = None
+        else:
+            where = positions[:1] if alike else positions  # one mask for all where all begin alike
+            distance = where.int().unsqueeze(-1) - every.int()
+            masks[window] = ((distance >= 0) & (distance < (window or seen + 1))).unsqueeze(1)
+    read = None
+    if seen > tokens:
+        read = places(tables, slots.unsqueeze(1), every.unsqueeze(0))
+        read = read.where(every <= positions[:, -1:], ZEROS)  # what is not its own must be finite
+    return Pieces((batch, tokens), read, masks)

@@ -107,10 +107,8 @@ class Plain:
             at = places(metadata.tables, metadata.slots, metadata.positions)
             cache.keys[block.layer][at] = k
             cache.values[block.layer][at] = v
-        q, k, v = (x.unflatten(0, metadata.shape) for x in (q, k, v))
-        if cache is not None and metadata.read is not None:
-            k, v = (x[block.layer][metadata.read] for x in (cache.keys, cache.values))
-        return block.scaled_dot_product(q, k, v, metadata)
+        keys, values = (None, None) if cache is None else (cache.keys[block.layer], cache.values[block.layer])
+        return block.over_pieces(q, k, v, metadata, keys, values)
 
     def experts(self, stream: ResidualStream, out: Out, block: "ExpertMLP", x: Tensor) -> None:
         y = block.apply_experts(x, *block.choose(x))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from ladder.engine.executors.control import Control, leave, torchrun_rank
+from ladder.engine.executors.pace import Pace
 from ladder.engine.model_runner import Command, ModelRunner, NewToken, Shutdown
 from ladder.errors import LadderError, RankError
 
@@ -17,6 +18,7 @@ class InProcessExecutor:
 
     def __init__(self, runner: ModelRunner, control: Control) -> None:
         self._runner = runner
+        self._pace = Pace(runner)
         self._control = control
         self._sent: deque[Sequence[Command]] = deque()  # for the next step
         self._step_lock = threading.Lock()  # another thread may close
@@ -47,8 +49,8 @@ class InProcessExecutor:
             commands += self._sent.popleft()
         with lost_peers(), self._step_lock:
             try:
-                self._runner.apply(self._control.share(commands))
-                return self._runner.step() if self._runner.busy else []
+                self._runner.apply(self._control.share([*commands, *self._pace.due]))
+                return self._pace.step() if self._runner.busy else []
             except BaseException:
                 self._runner.apply([Shutdown()])  # a step that is half done cannot be continued, on any rank
                 raise

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ladder.engine.model_runner import AbortSequence, AddSequence, Command, Shutdown
+from ladder.engine.model_runner import AbortSequence, AddSequence, Command, ReadLong, Shutdown
 from ladder.engine.options import SamplingParams
 from ladder.engine.scheduler import SequenceSpec
 from ladder.errors import LadderError
 from ladder.options import check_types
 
 T = TypeVar("T")
-VERSION = 1  # of the format, which ranks compare before they read a message
+VERSION = 2  # of the format, which ranks compare before they read a message
 MOST_BYTES = 1 << 28  # of one message
-KINDS: dict[int, type[Command]] = {1: AddSequence, 2: AbortSequence, 3: Shutdown}
+KINDS: dict[int, type[Command]] = {1: AddSequence, 2: AbortSequence, 3: Shutdown, 4: ReadLong}
 _FRAME = struct.Struct("<III")  # kind, bytes of JSON, number of tokens
 
 
@@ -93,10 +93,8 @@ def _command(kind: int, values: dict[str, Any], tokens: tuple[int, ...]) -> Comm
         return AddSequence(_made(SequenceSpec, {**values, "tokens": tokens, "params": made}))
     if tokens:
         raise _refused("it has tokens that belong to no sequence")
-    if KINDS.get(kind) is AbortSequence:
-        return _made(AbortSequence, values)
-    if KINDS.get(kind) is Shutdown:
-        return _made(Shutdown, values)
+    if kind in KINDS:
+        return _made(KINDS[kind], values)
     raise _refused(f"there is no command of kind {kind}")
 
 

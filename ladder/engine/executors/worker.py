@@ -16,6 +16,7 @@ from ladder.comm.timed import Timed
 from ladder.devices import cpu_multiplies_bfloat16, silence_bfloat16_fallback
 from ladder.engine.executors.control import NO_TIMEOUT, Control, join, leave, own_device, stay_on_this_machine
 from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm, HeartbeatControl
+from ladder.engine.executors.pace import Pace
 from ladder.engine.executors.rank_processes import reporting_failures
 from ladder.engine.executors.rendezvous import Rendezvous
 from ladder.engine.memory import cache_blocks
@@ -123,15 +124,15 @@ def run_rank(rank: int, rendezvous: Rendezvous, pipe: Connection, options: Engin
 
 def lead(runner: ModelRunner, control: Control, pipe: Connection, heartbeat: Heartbeat) -> None:
     """The first rank: receive the caller's commands, share them with the other ranks, send the tokens."""
-    received = 0
+    received, pace = 0, Pace(runner)
     while not runner.stopped:
         commands: list[Command] = []
         heartbeat.waits()
         while pipe.poll() or not (runner.busy or commands):  # nothing to do: wait for commands
             commands += pipe.recv()
             received += 1
-        runner.apply(control.share(commands))
-        tokens = runner.step() if runner.busy else []
+        runner.apply(control.share([*commands, *pace.due]))
+        tokens = pace.step() if runner.busy else []
         if tokens or commands:
             pipe.send(StepOutput(tokens, runner.free_slots, received))
 
