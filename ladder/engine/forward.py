@@ -1,10 +1,12 @@
 """A decoder's forward passes by kernels: decode and prefill."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ladder.comm.signalled import Signalled
 from ladder.kernels.decode import Decode
@@ -15,6 +17,8 @@ from ladder.layers.cache import KVCache, PrefillMetadata
 from ladder.layers.experts import ExpertMLP
 from ladder.model import Decoder
 from ladder.wiring import SubBlock, independent
+
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ class Forward:
         the rows `last`, [last, block].
         """
         metadata = PrefillMetadata.of(counts, self.cache, slots, self.model.config, self.model.ropes)
-        return self.model.run(self._prefill, tokens, metadata, self.cache, last)
+        # without cuDNN, which plans attention for every new length, and takes some 50 ms for that
+        with sdpa_kernel(ATTENTION) if tokens.is_cuda else nullcontext():
+            return self.model.run(self._prefill, tokens, metadata, self.cache, last)
 
     def beginning(self, count: int) -> PrefillMetadata:
         """The metadata of a prompt's first `count` tokens, whatever its slot."""
