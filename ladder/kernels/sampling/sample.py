@@ -30,7 +30,8 @@ UNIT = 2.0**28  # the mass of the likeliest token
 REACH = 19.5  # tokens further than that from the likeliest, in temperatures, have no mass: exp(-19.5) UNIT < 1
 BLOCK, TILES = 512, 8  # a program has so many tokens, in so many tiles: a sum of TILES masses is less than 2^32
 # columns of a sequence's parameters
-SKIP, ARGMAX, DRAW = 0, 1, 2  # modes: the choice that was made stands; the likeliest of these logits; a sample
+# modes: the choice that was made stands; the likeliest of these logits; a sample; one from every rank's candidates
+SKIP, ARGMAX, DRAW, CANDIDATES = range(4)
 MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, COLUMNS = range(9)
 KERNELS = 4 + 2 * ROUNDS  # the first, the rounds of two searches, the draw, whether it is kept, the second draw
 
