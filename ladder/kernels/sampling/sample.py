@@ -289,14 +289,8 @@ def sample(
     parts = triton.next_power_of_2(grid[0])
     sums[:batch].zero_()
     _begin[grid](logits, params, slots, sums, state, found, step, count, PARTS=parts, **shape)
-    state_of = (sums, state, found, step, count)
-
-    def draw(kernel: int) -> None:
-        _draw[grid](
-            logits, params, seeds, slots, positions, chosen, tokens, last, *state_of, kernel, PARTS=parts, **shape
-        )
-
-    draw(KERNELS - 3)
+    given = (logits, params, seeds, slots, positions, chosen, tokens, last, sums, state, found, step, count)
+    _draw[grid](*given, KERNELS - 3, PARTS=parts, **shape)
     if not any(searches):
         return
     _check[grid](logits, params, slots, sums, state, step, count, KERNELS - 2, **shape)
@@ -305,7 +299,7 @@ def sample(
             _round[grid](
                 logits, params, slots, sums, state, step, count, number, ROUNDS=ROUNDS, COUNT=counts, **shape
             )  # fmt: skip
-    draw(KERNELS - 1)
+    _draw[grid](*given, KERNELS - 1, PARTS=parts, **shape)
 
 
 def sample_reference(
