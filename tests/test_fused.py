@@ -59,7 +59,7 @@ def forward_logits(
     assert_close(model.comm.all_gather(again), model.comm.all_gather(found[0][:1]))
     for position in range(PROMPT, tokens.shape[1]):
         inputs = torch.stack([tokens[:, position], torch.tensor(slots), torch.full((batch,), position)])
-        logits, chosen = forward.advance(inputs, torch.zeros(batch, dtype=torch.long))
+        logits, chosen, _ = forward.advance(inputs, torch.zeros(batch, dtype=torch.long))
         found.append(logits)
         assert torch.equal(chosen, model.comm.all_gather(logits)[:, : config.vocab].argmax(1))
     return model.comm.all_gather(torch.stack(found, 1))[..., : config.vocab]

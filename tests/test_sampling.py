@@ -15,9 +15,17 @@ from ladder.engine.scheduler import RunningSequence, SequenceSpec
 from ladder.jit import PRESENT
 from ladder.kernels.launch import References
 from ladder.kernels.sampling.adjust import ENDS, adjust, adjust_reference, note, note_reference
+from ladder.kernels.sampling.argmax import argmax_reference, choose_reference
+from ladder.kernels.sampling.candidates import (
+    candidates,
+    candidates_reference,
+    choose_candidate,
+    choose_candidate_reference,
+)
 from ladder.kernels.sampling.random import exponential_reference, philox_reference
 from ladder.kernels.sampling.sample import (
     ARGMAX,
+    CANDIDATES,
     COLUMNS,
     DRAW,
     SKIP,
@@ -128,7 +136,14 @@ def test_draws_follow_the_distribution(kind: tuple[float, ...]) -> None:
             torch.zeros(1, dtype=torch.long), None, 40,
         )  # fmt: skip
         found[chosen] += 1
-    assert not found[p == 0].any()
+    assert follows(found, p)
+
+
+def follows(found: Tensor, p: Tensor) -> bool:
+    """Whether one in ten thousand draws or more of the distribution `p` is as far from it as the counts `found`."""
+    count = found.sum()
+    if found[p == 0].any():
+        return False
     large = p * count >= 5
     observed = torch.cat([found[large], found[~large].sum()[None]])
     expected = torch.cat([p[large], p[~large].sum()[None]]) * count
@@ -137,7 +152,79 @@ def test_draws_follow_the_distribution(kind: tuple[float, ...]) -> None:
     square = float(((observed - expected) ** 2 / expected).sum())
     # Wilson and Hilferty: the cube root is about normal; 3.72 deviations are one in ten thousand
     bound = degrees * (1 - 2 / (9 * max(1, degrees)) + 3.72 * (2 / (9 * max(1, degrees))) ** 0.5) ** 3
-    assert degrees == 0 or square < bound
+    return degrees == 0 or square < bound
+
+
+def split(count: int, ranks: int) -> list[slice]:
+    """Every rank's block of a vocabulary, as `VocabularyRows` has them."""
+    step = -(-count // ranks)
+    return [slice(min(rank * step, count), min((rank + 1) * step, count)) for rank in range(ranks)]
+
+
+REFERENCES, BY_KERNELS = (candidates_reference, choose_candidate_reference), (candidates, choose_candidate)
+
+
+def drawn_by_ranks(
+    functions: tuple[Any, Any], logits: Tensor, kinds: list[tuple[float, ...]], ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `drawn` does, but every rank has a block of the logits, whose step has room for what the last rank lacks."""
+    batch, vocab = logits.shape
+    step = -(-vocab // ranks)
+    params = torch.zeros(batch + 2, COLUMNS)
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(batch + 2, generator=generator)[:batch]
+    params[slots, :5] = torch.tensor(kinds)
+    seeds = torch.randint(2**62, (batch + 2,), generator=generator).to(DEVICE)
+    blocks = split(vocab, ranks)
+    own = [torch.full((batch, step), 1e9, device=DEVICE) for _ in blocks]  # not part of the vocabulary
+    for block, x in zip(blocks, own, strict=True):
+        x[:, : block.stop - block.start] = logits[:, block].to(DEVICE)
+    shares = [(x, block.start, block.stop - block.start) for x, block in zip(own, blocks, strict=True)]
+    best = torch.cat([argmax_reference(*share) for share in shares], 1)
+    tokens, last = (torch.full((n,), -7, device=DEVICE) for n in (batch, batch + 2))
+    slots, params, positions = slots.to(DEVICE), params.to(DEVICE), torch.arange(batch, device=DEVICE) + 6
+    chosen = choose_reference(best, tokens, positions, slots, last)
+    draw, choose = functions
+    given = (best, params, seeds, slots, positions, chosen)
+    choose(torch.cat([draw(x, *given, *at) for x, *at in shares], 1), params, slots, chosen, tokens, last)
+    return chosen.cpu(), tokens.cpu(), last.cpu()
+
+
+@pytest.mark.parametrize("functions", (REFERENCES, pytest.param(BY_KERNELS, marks=triton_only)))
+@pytest.mark.parametrize("ranks", (1, 3, 8))
+@pytest.mark.parametrize("scale", (0.02, 2.0))
+def test_the_best_of_all_ranks_is_the_sample_of_one(functions: tuple[Any, Any], ranks: int, scale: float) -> None:
+    """Blocks that begin anywhere; other modes keep the greedy choice."""
+    kinds = [(DRAW, t, 0, 1.0, m) for t, m in ((0.8, 0.0), (1.0, 0.1), (1e-20, 0.0), (2.0, 0.0), (1.5, 1.0))]
+    kinds += [(SKIP, 1.0, 0, 1.0, 0.0), (ARGMAX, 1.0, 0, 1.0, 0.0)]
+    logits = torch.randn(len(kinds), VOCAB, generator=torch.Generator().manual_seed(2)) * scale
+    expected = drawn(sample_reference, logits, kinds)[0]
+    expected[5] = logits[5].argmax()
+    modes = [(CANDIDATES if kind[0] == DRAW else kind[0], *kind[1:]) for kind in kinds]
+    chosen, tokens, last = drawn_by_ranks(functions, logits, modes, ranks)
+    assert torch.equal(chosen, expected) and torch.equal(tokens, expected)
+    assert sorted(last.tolist()) == sorted([-7, -7, *expected.tolist()])
+
+
+@pytest.mark.parametrize("functions", (REFERENCES, pytest.param(BY_KERNELS, marks=triton_only)))
+def test_what_is_not_finite_on_one_rank(functions: tuple[Any, Any]) -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.zeros(5, 40)
+    logits[0, 5], logits[1, 36], logits[2] = nan, inf, -inf
+    logits[3], logits[3, 9] = -inf, 2.0
+    logits[4, 10:] = -inf
+    chosen, tokens, _ = drawn_by_ranks(functions, logits, [(CANDIDATES, 0.8, 0, 1.0, 0.0)] * 5, 4)
+    assert chosen.tolist()[:4] == [-1, -1, -1, 9] and 0 <= int(chosen[4]) < 10
+    assert torch.equal(tokens, chosen.clamp(min=0))
+
+
+@pytest.mark.parametrize("min_p", (0.0, 0.05))
+def test_draws_of_two_ranks_follow_the_distribution(min_p: float) -> None:
+    x = torch.randn(39, generator=torch.Generator().manual_seed(3)) * 2
+    chosen, _, _ = drawn_by_ranks(REFERENCES, x.expand(1200, -1), [(CANDIDATES, 1.3, 0, 1.0, min_p)] * 1200, 2)
+    found = torch.bincount(chosen, minlength=39).double()
+    assert follows(found, chances(x, 1.3, 0, 1.0, min_p))
+    assert not follows(found, chances(x, 0.8, 0, 1.0, min_p))  # the test can fail
 
 
 def test_filters_as_in_transformers() -> None:

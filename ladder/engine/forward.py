@@ -99,13 +99,13 @@ class Forward:
         metadata = self._decode.metadata(slots, positions, self.cache, reach or self.cache.capacity)
         return self.model.run(self._decode, tokens, metadata, self.cache, None)
 
-    def advance(self, inputs: Tensor, last: Tensor, reach: int | None = None) -> tuple[Tensor, Tensor]:
-        """`decode` of [tokens, slots, positions]: this rank's logits, and the likeliest tokens, -1 where they are not
-        finite. `inputs` and `last` become those of the next step.
+    def advance(self, inputs: Tensor, last: Tensor, reach: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """`decode` of [tokens, slots, positions]: this rank's logits, and what `likeliest` gives. `inputs` and `last`
+        become those of the next step.
         """
         tokens, slots, positions = inputs
         logits = self.decode(tokens, slots, positions, reach)
-        return logits, likeliest(self.model, self.launch, logits, tokens, positions, slots, last)
+        return logits, *likeliest(self.model, self.launch, logits, tokens, positions, slots, last)
 
     def prefill(self, tokens: Tensor, counts: Sequence[int], slots: Sequence[int], last: Tensor) -> Tensor:
         """`counts[i]` tokens each that follow what `slots[i]` holds, one after the other in `tokens` [rows]: logits of
@@ -130,8 +130,8 @@ class Forward:
 
 def likeliest(
     model: Decoder, launch: Launch, logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor
-) -> Tensor:
-    """The greedy choice from every rank's logits, see `choose`."""
+) -> tuple[Tensor, Tensor]:
+    """The greedy choice from every rank's logits, -1 where they are not finite, see `choose`; and every argmax."""
     head = model.lm_head
     best = model.comm.all_gather(launch.argmax(logits, head.start, head.count))
-    return launch.choose(best, tokens, positions, slots, last)
+    return launch.choose(best, tokens, positions, slots, last), best

@@ -152,6 +152,7 @@ class Step:
 
     logits: Tensor  # [sequences, block]
     chosen: Tensor  # [sequences], the likeliest; -1 where the logits are not finite
+    best: Tensor  # [sequences, 2 x ranks], every rank's argmax
     inputs: Tensor  # [tokens, slots, positions], [3, sequences]: those of the next step
 
 
@@ -165,7 +166,7 @@ class _Captured:
         self._inputs[1] = spare
         self._graph, self._results = _capture(lambda: forward.advance(self._inputs, last, reach), device)
 
-    def replay(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._inputs.copy_(rows)
         self._graph.replay()
         return self._results
@@ -178,8 +179,8 @@ class _Captured:
 
     def step(self, count: int) -> Step:
         self._graph.replay()
-        logits, chosen = self._results
-        return Step(logits[:count], chosen[:count], self._inputs[:, :count])
+        logits, chosen, best = self._results
+        return Step(logits[:count], chosen[:count], best[:count], self._inputs[:, :count])
 
     def milliseconds(self, position: int) -> float:
         """Of a step whose sequences stand there; they are no sequence's."""

@@ -38,7 +38,7 @@ class Passes:
         # one slot more, for what fills up a graph's batch
         self.cache = model.new_cache(slots + 1, config.context, blocks)
         device = self.cache.keys[0].device
-        self._sampler = Sampler(slots + 1, config.vocab, config.eos, device, self._launch)
+        self._sampler = Sampler(slots + 1, config.vocab, config.eos, device, self._launch, model.comm.size)
         self._forward = None if launch is None else Forward(model, self.cache, launch)
         self._graphs = None
         if graphs:
@@ -83,12 +83,12 @@ class Passes:
     def _decode(self, work: ScheduledBatch) -> Chosen:
         if self._graphs is not None:
             step = self._graphs.step(work.sequences, work.slots, work.starts)
-            return self._choose(step.logits, work.sequences, step.inputs, step.chosen)
+            return self._choose(step.logits, work.sequences, step.inputs, step.chosen, step.best)
         slots, positions = self._given([work.slots, work.starts])
         inputs = torch.stack([self._sampler.last[slots], slots, positions])
         if self._forward is not None and len(slots) <= MOST:
-            logits, chosen = self._forward.advance(inputs, self._sampler.last)
-            return self._choose(logits, work.sequences, inputs, chosen)
+            logits, chosen, best = self._forward.advance(inputs, self._sampler.last)
+            return self._choose(logits, work.sequences, inputs, chosen, best)
         return self._choose(
             self._logits(inputs[0], work, torch.arange(len(slots), device=slots.device)), work.sequences, inputs
         )
@@ -118,23 +118,46 @@ class Passes:
         return upload(torch.tensor(values, dtype=torch.long), self.cache.keys[0].device)
 
     def _choose(
-        self, logits: Tensor, sequences: Sequence[RunningSequence], inputs: Tensor, chosen: Tensor | None = None
+        self,
+        logits: Tensor,
+        sequences: Sequence[RunningSequence],
+        inputs: Tensor,
+        chosen: Tensor | None = None,
+        best: Tensor | None = None,
     ) -> Chosen:
-        """`chosen`: the likeliest tokens, where they are known and `inputs` are those of the next step already."""
+        """`chosen` and `best`: the likeliest tokens of all ranks and of each, where they are known and `inputs` are
+        those of the next step already.
+        """
         tokens, slots, positions = inputs
         if not sequences:
             return Chosen(torch.empty(0, dtype=torch.long), None)
-        if chosen is None:
-            chosen = likeliest(self._model, self._launch, logits, tokens, positions, slots, self._sampler.last)
-        logprobs = None
-        if self._sampler.gathers(sequences):
-            full = self._model.comm.all_gather(logits).float()
-            logprobs = self._sampler.redo(full, sequences, slots, positions, tokens, chosen)
+        if chosen is None or best is None:
+            chosen, best = likeliest(self._model, self._launch, logits, tokens, positions, slots, self._sampler.last)
+        if self._sampler.exchanges(sequences):
+            self._sampler.draw(self._model, logits, best, slots, positions, tokens, chosen)
+        rows = self._sampler.gathers(sequences)
+        logprobs = self._redo(rows, logits, sequences, inputs, chosen) if rows else None
         if not chosen.is_cuda:
-            return Chosen(chosen.clone(), logprobs)
+            return Chosen(chosen.clone(), logprobs, rows)
         host = _to_host(chosen)
         copies = None if logprobs is None else tuple(map(_to_host, logprobs))
-        return Chosen(host, copies, torch.cuda.current_stream(chosen.device).record_event())  # type: ignore[arg-type]
+        done = torch.cuda.current_stream(chosen.device).record_event()
+        return Chosen(host, copies, rows, done)  # type: ignore[arg-type]
+
+    def _redo(
+        self, rows: Sequence[int], logits: Tensor, sequences: Sequence[RunningSequence], inputs: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`Sampler.redo` for the sequences with these numbers, whose logits alone are gathered."""
+        gather, redo = self._model.comm.all_gather, self._sampler.redo
+        if len(rows) == len(sequences):
+            tokens, slots, positions = inputs
+            return redo(gather(logits).float(), sequences, slots, positions, tokens, chosen)
+        index = self._given(rows)
+        (tokens, slots, positions), own = inputs[:, index], chosen[index]
+        logprobs = redo(gather(logits[index]).float(), [sequences[row] for row in rows], slots, positions, tokens, own)
+        inputs[0].index_copy_(0, index, tokens)
+        chosen.index_copy_(0, index, own)
+        return logprobs
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

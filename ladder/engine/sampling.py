@@ -11,7 +11,8 @@ from ladder.engine.requests import TokenLogprobs
 from ladder.engine.scheduler import RunningSequence
 from ladder.kernels.launch import Kernels, Launch
 from ladder.kernels.sampling.adjust import ENDS, ONCE, PROMPT
-from ladder.kernels.sampling.sample import ARGMAX, COLUMNS, DRAW, SKIP, Scratch
+from ladder.kernels.sampling.sample import ARGMAX, CANDIDATES, COLUMNS, DRAW, SKIP, Scratch
+from ladder.model import Decoder
 
 COLDEST = 1e-20  # a temperature that is still a number when something is divided by it
 
@@ -22,6 +23,7 @@ class Chosen:
 
     _tokens: Tensor  # [sequences]; -1: its logits are not finite
     _logprobs: tuple[Tensor, Tensor, Tensor] | None  # of the tokens; of the likeliest, and which these are
+    _rows: Sequence[int] = ()  # the numbers of the sequences that these log-probabilities are of
     _done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -37,15 +39,19 @@ class Chosen:
         """Of sequence `number`, which asks for `count` of the likeliest."""
         assert self._logprobs is not None
         own, top, ids = self._logprobs
-        likeliest = zip(ids[number, :count].tolist(), top[number, :count].tolist(), strict=True)
-        return TokenLogprobs(token, float(own[number]), tuple(likeliest))
+        row = self._rows.index(number)
+        likeliest = zip(ids[row, :count].tolist(), top[row, :count].tolist(), strict=True)
+        return TokenLogprobs(token, float(own[row]), tuple(likeliest))
 
 
 class Sampler:
     """The sampling parameters and newest tokens of `slots` slots, on the device."""
 
-    def __init__(self, slots: int, vocab: int, eos: Sequence[int], device: torch.device, launch: Launch) -> None:
+    def __init__(
+        self, slots: int, vocab: int, eos: Sequence[int], device: torch.device, launch: Launch, ranks: int = 1
+    ) -> None:
         self._vocab = vocab
+        self._ranks = ranks
         self._eos = eos
         self._launch = launch
         self._device = device
@@ -60,7 +66,7 @@ class Sampler:
         """A sequence has got a slot."""
         slot, params = sequence.slot, sequence.spec.params
         until = len(sequence.spec.tokens) + params.min_tokens
-        self._params[slot] = torch.tensor(_columns(params)).to(self._device, non_blocking=True)
+        self._params[slot] = torch.tensor([self._mode(params), *_columns(params)]).to(self._device, non_blocking=True)
         numbers = torch.tensor([params.seed or 0, until if params.min_tokens else 0])
         self._numbers[:, slot] = numbers.to(self._device, non_blocking=True)
         if params.adjusts:
@@ -86,9 +92,41 @@ class Sampler:
                 bias[token] += value
             self._bias[slot] = bias.to(self._device, non_blocking=True)
 
-    def gathers(self, sequences: Sequence[RunningSequence]) -> bool:
-        """Whether the choice for these sequences needs more than each rank's likeliest token."""
-        return any(not each.spec.params.greedy or each.spec.params.logprobs is not None for each in sequences)
+    def _mode(self, params: SamplingParams) -> int:
+        """It depends on nothing but the request: others of its batch change no result."""
+        if params.greedy:
+            return SKIP
+        if params.temperature == 0:
+            return ARGMAX
+        whole = params.top_k or params.top_p < 1 or params.adjusts or params.logprobs is not None
+        return DRAW if whole or self._ranks == 1 else CANDIDATES
+
+    def exchanges(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether for one of these sequences the ranks exchange candidates."""
+        return any(self._mode(each.spec.params) == CANDIDATES for each in sequences)
+
+    def gathers(self, sequences: Sequence[RunningSequence]) -> Sequence[int]:
+        """The numbers of the sequences for which all ranks' logits are needed. A single rank has them: all or none."""
+        params = enumerate(each.spec.params for each in sequences)
+        rows = [n for n, each in params if self._mode(each) in (ARGMAX, DRAW) or each.logprobs is not None]
+        return range(len(sequences)) if rows and self._ranks == 1 else rows
+
+    def draw(
+        self,
+        model: Decoder,
+        logits: Tensor,
+        best: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+        chosen: Tensor,
+    ) -> None:
+        """Choose again from every rank's candidates where these are enough. `logits` are this rank's, `best` every
+        rank's argmax; for the others, see `redo`.
+        """
+        params, seeds, head = self._params, self._numbers[0], model.lm_head
+        own = self._launch.candidates(logits, best, params, seeds, slots, positions, chosen, head.start, head.count)
+        self._launch.choose_candidate(model.comm.all_gather(own), params, slots, chosen, tokens, self.last)
 
     def redo(
         self,
@@ -142,6 +180,5 @@ class Sampler:
 
 
 def _columns(params: SamplingParams) -> list[float]:
-    mode = SKIP if params.greedy else ARGMAX if params.temperature == 0 else DRAW
     filters = (max(params.temperature, COLDEST), params.top_k, params.top_p, params.min_p)
-    return [mode, *filters, params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+    return [*filters, params.repetition_penalty, params.presence_penalty, params.frequency_penalty]

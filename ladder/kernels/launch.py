@@ -16,6 +16,12 @@ from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.sampling.adjust import adjust, adjust_reference, note, note_reference
 from ladder.kernels.sampling.argmax import argmax, argmax_reference, choose, choose_reference
+from ladder.kernels.sampling.candidates import (
+    candidates,
+    candidates_reference,
+    choose_candidate,
+    choose_candidate_reference,
+)
 from ladder.kernels.sampling.sample import sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
@@ -41,6 +47,8 @@ class References:
     adjust = staticmethod(adjust_reference)
     note = staticmethod(note_reference)
     sample = staticmethod(sample_reference)
+    candidates = staticmethod(candidates_reference)
+    choose_candidate = staticmethod(choose_candidate_reference)
 
     def norm_project(
         self, source: Source, norm: Norm | None, weight: Weight, kernel: str, activation: str | None = None,
@@ -109,6 +117,8 @@ class Kernels:
     adjust = staticmethod(adjust)
     note = staticmethod(note)
     sample = staticmethod(sample)
+    candidates = staticmethod(candidates)
+    choose_candidate = staticmethod(choose_candidate)
 
     def norm(self, source: Source, norm: Norm | None) -> tuple[Tensor, Tensor]:
         return add_norm(source, norm, pdl=self.pdl and len(source.base) <= MOST)

@@ -30,7 +30,8 @@ UNIT = 2.0**28  # the mass of the likeliest token
 REACH = 19.5  # tokens further than that from the likeliest, in temperatures, have no mass: exp(-19.5) UNIT < 1
 BLOCK, TILES = 512, 8  # a program has so many tokens, in so many tiles: a sum of TILES masses is less than 2^32
 # columns of a sequence's parameters
-SKIP, ARGMAX, DRAW = 0, 1, 2  # modes: the choice that was made stands; the likeliest of these logits; a sample
+# modes: the choice that was made stands; the likeliest of these logits; a sample; one from every rank's candidates
+SKIP, ARGMAX, DRAW, CANDIDATES = range(4)
 MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, COLUMNS = range(9)
 KERNELS = 4 + 2 * ROUNDS  # the first, the rounds of two searches, the draw, whether it is kept, the second draw
 
@@ -288,14 +289,8 @@ def sample(
     parts = triton.next_power_of_2(grid[0])
     sums[:batch].zero_()
     _begin[grid](logits, params, slots, sums, state, found, step, count, PARTS=parts, **shape)
-    state_of = (sums, state, found, step, count)
-
-    def draw(kernel: int) -> None:
-        _draw[grid](
-            logits, params, seeds, slots, positions, chosen, tokens, last, *state_of, kernel, PARTS=parts, **shape
-        )
-
-    draw(KERNELS - 3)
+    given = (logits, params, seeds, slots, positions, chosen, tokens, last, sums, state, found, step, count)
+    _draw[grid](*given, KERNELS - 3, PARTS=parts, **shape)
     if not any(searches):
         return
     _check[grid](logits, params, slots, sums, state, step, count, KERNELS - 2, **shape)
@@ -304,7 +299,7 @@ def sample(
             _round[grid](
                 logits, params, slots, sums, state, step, count, number, ROUNDS=ROUNDS, COUNT=counts, **shape
             )  # fmt: skip
-    draw(KERNELS - 1)
+    _draw[grid](*given, KERNELS - 1, PARTS=parts, **shape)
 
 
 def sample_reference(
