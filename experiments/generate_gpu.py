@@ -33,7 +33,7 @@ from ladder.kernels.launch import Kernels
 from ladder.model import Decoder
 
 PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3
-SETTLING, STEPS = 500, 200  # bare steps: the GPU has worked as long as it has for `generate`
+SETTLING, STEPS = 300, 100  # bare steps: the GPU has worked as long as it has for `generate`
 
 
 def sparse_checkpoint(size: str, directory: Path) -> None:

@@ -1,0 +1,204 @@
+"""Throughput of an engine with many requests: ours, or vLLM where it is installed, on one GPU.
+
+python -m experiments.throughput_gpu ladder|standard|vllm [SIZE [PROMPT ...]] >> results/throughput_h200.jsonl
+
+The same requests for every engine: 256 and 1,024 of them, prompts of 128 to 1,024 random tokens, outputs of 64 to 512
+tokens, temperature 0.8 and top-p 0.95, all at once and at a Poisson rate; weights are random. With LONG in place of a
+load: 32 requests at a time for as long as another one with a prompt of 100,000 tokens is read, beside the same
+without it.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from experiments.generate_gpu import fill, sparse_checkpoint
+from ladder import SamplingParams
+from ladder.bench.machine import machine
+from ladder.engine.async_llm import AsyncLLM
+
+LOADS = {"256": (256, None), "256@12": (256, 12.0), "1024": (1024, None), "1024@24": (1024, 24.0)}
+LONG, SHORT, AT_ONCE = 100_000, 64, 32  # tokens of the long prompt; of short outputs; of those at a time
+SEQUENCES = 256
+WARM_UP = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # requests at once, before anything is measured
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True}
+
+
+class Engine(Protocol):
+    name: str
+
+    def stream(self, number: int, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+        """How many tokens have come, whenever some have."""
+        ...
+
+
+class Ours:
+    def __init__(self, llm: AsyncLLM, wiring: str) -> None:
+        self._llm, self.name = llm, wiring
+
+    async def stream(self, number: int, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+        async for chunk in self._llm.stream(prompt, SamplingParams(max_new_tokens=tokens, seed=number, **SAMPLED)):
+            yield len(chunk.token_ids)
+
+
+class Theirs:
+    name = "vllm"
+
+    def __init__(self, directory: Path, context: int) -> None:
+        from vllm import SamplingParams as Params  # type: ignore[import-not-found]
+        from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+        from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]
+        from vllm.v1.engine.async_llm import AsyncLLM as Async  # type: ignore[import-not-found]
+
+        self._params = lambda tokens: Params(
+            max_tokens=tokens, detokenize=False, output_kind=RequestOutputKind.DELTA, **SAMPLED
+        )
+        self._engine = Async.from_engine_args(
+            AsyncEngineArgs(
+                model=str(directory), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
+                max_model_len=context, max_num_seqs=SEQUENCES, gpu_memory_utilization=0.6, seed=0,
+                enable_prefix_caching=False, attention_config={"backend": "FLASH_ATTN"},
+                enable_flashinfer_autotune=False,
+            ),
+            usage_context=UsageContext.OPENAI_API_SERVER,  # its defaults for serving
+        )  # fmt: skip
+
+    async def stream(self, number: int, prompt: list[int], tokens: int) -> AsyncIterator[int]:
+        given = {"prompt_token_ids": prompt}
+        async for output in self._engine.generate(given, self._params(tokens), str(time.perf_counter_ns())):
+            yield len(output.outputs[0].token_ids)
+
+
+@dataclass
+class Timed:
+    """When a request came and when its tokens did."""
+
+    came: float
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def first(self) -> float:
+        return self.times[0] - self.came
+
+    @property
+    def per_token(self) -> float:
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1)
+
+
+async def ask(engine: Engine, number: int, prompt: list[int], tokens: int) -> Timed:
+    timed = Timed(time.perf_counter())
+    async for count in engine.stream(number, prompt, tokens):
+        timed.tokens += count
+        timed.times.append(time.perf_counter())
+    assert timed.tokens == tokens, (timed.tokens, tokens)
+    return timed
+
+
+def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100)
+    return {f"{name}_p{percent}_ms": round(cuts[percent - 1] * 1e3, 3) for percent in (50, 90, 99)}
+
+
+def request(rng: random.Random) -> tuple[list[int], int]:
+    return [rng.randrange(10, 30000) for _ in range(rng.randint(128, 1024))], rng.randint(64, 512)
+
+
+async def load(engine: Engine, count: int, rate: float | None) -> dict[str, Any]:
+    rng = random.Random(1)
+    requests = [request(rng) for _ in range(count)]
+    begin = time.perf_counter()
+    asked = []
+    at = 0.0
+    for number, (prompt, tokens) in enumerate(requests):
+        if rate is not None:
+            at += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        asked.append(asyncio.create_task(ask(engine, number, prompt, tokens)))
+    timed = await asyncio.gather(*asked)
+    seconds = time.perf_counter() - begin
+    found: dict[str, Any] = {"requests": count, "rate": rate, "seconds": round(seconds, 2)}
+    found["prompt_tokens"] = sum(len(prompt) for prompt, _ in requests)
+    found["output_tokens"] = sum(each.tokens for each in timed)
+    found["output_tokens_per_second"] = round(found["output_tokens"] / seconds, 1)
+    found |= percentiles("ttft", [each.first for each in timed])
+    found |= percentiles("tpot", [each.per_token for each in timed])
+    gaps = [after - before for each in timed for before, after in zip(each.times, each.times[1:], strict=False)]
+    return found | percentiles("itl", gaps)
+
+
+async def beside_a_long_prompt(engine: Engine) -> dict[str, Any]:
+    rng = random.Random(2)
+
+    async def short(until: asyncio.Event, found: list[Timed]) -> None:
+        while not until.is_set():
+            prompt, _ = request(rng)
+            found.append(await ask(engine, len(found), prompt[:128], SHORT))
+
+    async def shorts(seconds: float | None) -> tuple[list[Timed], Timed | None]:
+        until, found = asyncio.Event(), list[Timed]()
+        tasks = [asyncio.create_task(short(until, found)) for _ in range(AT_ONCE)]
+        await asyncio.sleep(seconds or 1.0)
+        long = None
+        if seconds is None:
+            long = await ask(engine, 0, [rng.randrange(10, 30000) for _ in range(LONG)], SHORT)
+        until.set()
+        await asyncio.gather(*tasks)
+        return found, long
+
+    alone, _ = await shorts(8.0)
+    beside, long = await shorts(None)
+    assert long is not None
+    inside = [each for each in beside if long.came <= each.came and each.times[-1] <= long.times[0]]
+    line: dict[str, Any] = {"long_prompt": LONG, "short_requests": len(inside), "at_once": AT_ONCE}
+    line["long_ttft_s"] = round(long.first, 2)
+    for name, these in (("alone", alone), ("beside", inside)):
+        line |= percentiles(f"tpot_{name}", [each.per_token for each in these])
+    medians = [statistics.median(each.per_token for each in these) for these in (inside, alone)]
+    return line | {"tpot_ratio": round(medians[0] / medians[1], 4)}
+
+
+async def measure(engine: Engine, size: str, loads: list[str]) -> None:
+    for count in WARM_UP:
+        await asyncio.gather(*(ask(engine, number, [number + 1] * 600, 24) for number in range(count)))
+    for name in loads:
+        found = await (beside_a_long_prompt(engine) if name == "LONG" else load(engine, *LOADS[name]))
+        line = {"measure": "throughput", "engine": engine.name, "size": size, "max_num_seqs": SEQUENCES, **found}
+        print(json.dumps({**line, **machine(torch.device("cuda", 0))}), flush=True)
+
+
+async def main(kind: str, size: str, loads: list[str]) -> None:
+    context = LONG + 1024 if "LONG" in loads else 4096
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        sparse_checkpoint(size, directory)
+        config = directory / "config.json"
+        config.write_text(
+            json.dumps({**json.loads(config.read_text(encoding="utf-8")), "max_position_embeddings": context}),
+            encoding="utf-8",
+        )
+        if kind == "vllm":
+            await measure(Theirs(directory, context), size, loads)
+            return
+        async with AsyncLLM(directory, wiring=kind, device="cuda:0", max_num_seqs=SEQUENCES, memory=60.0) as llm:
+            fill(llm._supervisor._executor._runner._passes._model)  # type: ignore[attr-defined]
+            await measure(Ours(llm, kind), size, loads)
+
+
+if __name__ == "__main__":
+    kind, *given = sys.argv[1:] or ["ladder"]
+    asyncio.run(main(kind, given[0] if given else "llama-3-8b", given[1:] or list(LOADS)))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's processes end with this one
