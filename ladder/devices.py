@@ -33,6 +33,11 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether kernels can read and write fp8 (e4m3) there; plain torch can anywhere."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def silence_bfloat16_fallback() -> None:
     """Let torch give its one warning about bfloat16 products on a CPU without them here, where it is ignored.
 

@@ -134,7 +134,9 @@ class Decoder(nn.Module):
             if isinstance(module, Sharded) and module not in (self, *tied):
                 yield from module.shards()
 
-    def new_cache(self, slots: int, capacity: int, blocks: int | None = None) -> KVCache:
-        """An empty cache for this rank's heads: see `KVCache`."""
+    def new_cache(
+        self, slots: int, capacity: int, blocks: int | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """An empty cache for this rank's heads: see `KVCache`. Its `dtype` is the model's where none is given."""
         weight = self.embed_tokens.weight
-        return KVCache(self.config, self.comm.size, slots, capacity, weight.device, weight.dtype, blocks)
+        return KVCache(self.config, self.comm.size, slots, capacity, weight.device, dtype or weight.dtype, blocks)

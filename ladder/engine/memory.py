@@ -10,7 +10,7 @@ from ladder.comm.base import Comm
 from ladder.config import ModelConfig
 from ladder.engine.options import EngineOptions
 from ladder.errors import LadderError
-from ladder.layers.cache import BLOCK, RESERVED, KVCache
+from ladder.layers.cache import BLOCK, FP8, RESERVED, KVCache
 
 GPU_SHARE, GPU_REST = 0.9, 1 << 30  # of what is free; bytes of that for activations, CUDA graphs and libraries
 CPU_SHARE = 0.25
@@ -18,9 +18,15 @@ CPU_SHARE = 0.25
 logger = logging.getLogger(__name__)
 
 
+def cache_dtype(options: EngineOptions, config: ModelConfig) -> torch.dtype:
+    """The dtype of keys and values in the cache."""
+    model: torch.dtype = getattr(torch, config.dtype)
+    return FP8 if options.cache_dtype == "fp8" else model
+
+
 def cache_blocks(options: EngineOptions, config: ModelConfig, comm: Comm, device: torch.device) -> int:
     """The same on all ranks, which must have loaded their shards."""
-    size = KVCache.block_bytes(config, comm.size, getattr(torch, config.dtype))
+    size = KVCache.block_bytes(config, comm.size, cache_dtype(options, config))
     most = options.max_num_seqs * -(-config.context // BLOCK)
     given = options.memory
     mine = int(given * 1e9) if given is not None else _free(device, comm.size, options.device)

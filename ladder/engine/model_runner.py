@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
+
 from ladder.engine.blocks import BlockPool
 from ladder.engine.passes import Passes
 from ladder.engine.requests import TokenLogprobs
@@ -66,15 +68,16 @@ class ModelRunner:
         launch: Launch | None = None,
         graphs: bool = False,
         blocks: int | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """`launch` and `graphs`: see `Passes`. `blocks`: of the cache, the reserved ones too; none: as many as all
-        slots can use.
+        """`launch`, `graphs` and `cache_dtype`: see `Passes`. `blocks`: of the cache, the reserved ones too; none: as
+        many as all slots can use.
         """
         if blocks is None:
             blocks = RESERVED + slots * -(-model.config.context // BLOCK)
         self._eos = model.config.eos
         self._scheduler = Scheduler(slots, chunk, BlockPool(blocks))
-        self._passes = Passes(model, slots, blocks, launch, graphs)
+        self._passes = Passes(model, slots, blocks, launch, graphs, cache_dtype)
         self._ahead: list[tuple[ScheduledBatch, Chosen]] = []  # passes of the last step whose tokens were not read yet
         self._reads_long = False
         self.read = (False, False)  # whether the last step read prompts, and a long one

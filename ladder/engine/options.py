@@ -11,6 +11,7 @@ from ladder.errors import LadderError
 from ladder.options import check_types, keyword, option
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"  # a small model that comes with this package
+CACHE_DTYPES = ("auto", "fp8")
 COMM_BACKENDS = ("auto", "symmetric", "nccl", "gloo")
 LONGEST = 1e6  # seconds of a time-out, twelve days
 # keywords of earlier versions, refused with the present one named
@@ -43,6 +44,10 @@ class EngineOptions:
     memory: float | None = option(
         None, "GB of the KV cache on each rank; default: most of what is free once the model is loaded."
     )
+    cache_dtype: str = option(
+        "auto",
+        "Of keys and values in the KV cache: auto (the model's), or fp8 (e4m3, no scales): twice the tokens of bf16.",
+    )
     prefill_chunk: int = option(
         None,
         "Tokens of prompts that are read in one step, at most, between two of decoding; default: 4096 on a GPU, "
@@ -65,6 +70,8 @@ class EngineOptions:
         check_types(self)
         if self.dtype not in ("auto", *DTYPES):
             raise LadderError(f"unknown dtype {self.dtype!r}: known are auto, {', '.join(DTYPES)}")
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise LadderError(f"unknown cache_dtype {self.cache_dtype!r}: known are {', '.join(CACHE_DTYPES)}")
         if self.comm_backend not in COMM_BACKENDS:
             raise LadderError(f"unknown comm_backend {self.comm_backend!r}: known are {', '.join(COMM_BACKENDS)}")
         for name in ("tp", "max_num_seqs", "prefill_chunk", "timeout"):

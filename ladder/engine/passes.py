@@ -27,16 +27,22 @@ class Passes:
     """A model's passes over a cache of its own."""
 
     def __init__(
-        self, model: Decoder, slots: int, blocks: int, launch: Launch | None = None, graphs: bool = False
+        self,
+        model: Decoder,
+        slots: int,
+        blocks: int,
+        launch: Launch | None = None,
+        graphs: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """With `launch` the passes are the kernels'; with `graphs` decoding steps are replayed from CUDA graphs, which
-        the model's communicator must allow. The cache has `blocks` blocks.
+        the model's communicator must allow. The cache has `blocks` blocks, and the model's dtype where none is given.
         """
         config = model.config
         self._model = model
         self._launch: Launch = launch or References()
         # one slot more, for what fills up a graph's batch
-        self.cache = model.new_cache(slots + 1, config.context, blocks)
+        self.cache = model.new_cache(slots + 1, config.context, blocks, cache_dtype)
         device = self.cache.keys[0].device
         self._sampler = Sampler(slots + 1, config.vocab, config.eos, device, self._launch, model.comm.size)
         self._forward = None if launch is None else Forward(model, self.cache, launch)

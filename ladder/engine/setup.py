@@ -9,7 +9,7 @@ from ladder.checkpoint import Directory
 from ladder.comm.base import RankOnly
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
-from ladder.devices import cpu_multiplies_bfloat16, device
+from ladder.devices import converts_fp8, cpu_multiplies_bfloat16, device
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.requests import Prompt, Request
 from ladder.engine.text import Text, encode, load_tokenizer
@@ -33,6 +33,10 @@ class Setup:
                 f"comm_backend {options.comm_backend!r} connects GPUs, the device is {options.device}: "
                 "use --device cuda"
             )
+        if options.cache_dtype == "fp8" and options.kernels and not converts_fp8(self.device):
+            raise LadderError(
+                "cache_dtype fp8 needs a GPU of compute capability 8.9 or newer: leave it out, or use --no-kernels"
+            )
         self.table = {} if options.tuned is None else read_table(options.tuned)
         if options.tuned is not None and self.device.type != "cuda":
             raise LadderError(f"tuned kernels are for GPUs, the device is {options.device}: use --device cuda")
@@ -42,6 +46,8 @@ class Setup:
             config = config.rewired(options.wiring)
         config = replace(config, dtype=self._dtype(config.dtype))
         self.config: ModelConfig = config
+        if options.cache_dtype == "fp8" and config.dtype == "float64":
+            raise LadderError("cache_dtype fp8 is not for float64 models: use another --dtype")
         config.check_degree(options.tp, options.expert_parallel)
         if config.ranks not in (1, options.tp):
             raise LadderError(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import cache_line, let_others_start, product, wait_for_others
+from ladder.kernels.device import cache_line, cached, let_others_start, product, wait_for_others
 from ladder.kernels.rotary import head_gains, rotate_write_reference
 from ladder.kernels.table import Split
 from ladder.layers.attention import Attention
-from ladder.layers.cache import BLOCK, Metadata, places
+from ladder.layers.cache import BLOCK, Metadata, places, read
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,24 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     at_k = b * width + (G * KVHEADS + kv) * D
     xa = _heads(qkv, at_k + h, BATCH * width, low, QS)
     xb = _heads(qkv, at_k + half + h, BATCH * width, low, QS)
-    new_v = _heads(qkv, at_k + KVHEADS * D + d, BATCH * width, wide, QS).to(v.dtype)
+    new_v = _heads(qkv, at_k + KVHEADS * D + d, BATCH * width, wide, QS)
     if QKNORM:
         factor = tl.rsqrt((tl.sum(qa * qa, axis=1) + tl.sum(qb * qb, axis=1)) / D + eps)[:, None]
         qa, qb = qa * factor * q_gain_a[None, :], qb * factor * q_gain_b[None, :]
         factor = tl.rsqrt((tl.sum(xa * xa, axis=0) + tl.sum(xb * xb, axis=0)) / D + eps)
         xa, xb = xa * factor * k_gain_a, xb * factor * k_gain_b
-    query_a = (qa * c[None, :] - qb * s[None, :]).to(ka.dtype)
-    query_b = (qb * c[None, :] + qa * s[None, :]).to(ka.dtype)
-    new_a = (xa * c - xb * s).to(ka.dtype)
-    new_b = (xb * c + xa * s).to(ka.dtype)
+    query_a = (qa * c[None, :] - qb * s[None, :]).to(out.dtype.element_ty)
+    query_b = (qb * c[None, :] + qa * s[None, :]).to(out.dtype.element_ty)
+    kept_a = cached((xa * c - xb * s).to(out.dtype.element_ty), ka.dtype)
+    kept_b = cached((xb * c + xa * s).to(out.dtype.element_ty), ka.dtype)
+    kept_v = cached(new_v.to(out.dtype.element_ty), v.dtype)
     mine = (begin <= n - 1) & (n - 1 < end)
-    tl.store(keys + newest_place + h, new_a, mask=low & mine)
-    tl.store(keys + newest_place + half + h, new_b, mask=low & mine)
-    tl.store(values + newest_place + d, new_v, mask=wide & mine)
+    tl.store(keys + newest_place + h, kept_a, mask=low & mine)
+    tl.store(keys + newest_place + half + h, kept_b, mask=low & mine)
+    tl.store(values + newest_place + d, kept_v, mask=wide & mine)
+    new_a = kept_a.to(query_a.dtype)
+    new_b = kept_b.to(query_a.dtype)
+    new_v = kept_v.to(query_a.dtype)
     top = tl.full([GP], float("-inf"), tl.float32)
     mass = tl.zeros([GP], tl.float32)
     y = tl.zeros([GP, DP], tl.float32)
@@ -111,16 +115,16 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     for block in range(begin, end, BT):
         at = block + t
         newest = (at == n - 1)[:, None]
-        ka = tl.where(newest, new_a[None, :], ka)
-        kb = tl.where(newest, new_b[None, :], kb)
-        v = tl.where(newest, new_v[None, :], v)
+        key_a = tl.where(newest, new_a[None, :], ka.to(new_a.dtype))
+        key_b = tl.where(newest, new_b[None, :], kb.to(new_b.dtype))
+        value = tl.where(newest, new_v[None, :], v.to(new_v.dtype))
         following = at + BT
         old = (following < tl.minimum(end, n - 1))[:, None]
         place = (cache_line(own, following, following < end, BLOCK) * row)[:, None]
         next_a = tl.load(keys + place + h[None, :], mask=old & low[None, :], other=0.0)
         next_b = tl.load(keys + place + half + h[None, :], mask=old & low[None, :], other=0.0)
         next_v = tl.load(values + place + d[None, :], mask=old & wide[None, :], other=0.0)
-        score = product(query_b, tl.trans(kb), product(query_a, tl.trans(ka), nothing, IEEE), IEEE) * scale
+        score = product(query_b, tl.trans(key_b), product(query_a, tl.trans(key_a), nothing, IEEE), IEEE) * scale
         if CAP:  # cap tanh(score / cap); tanh(u) is 2 sigmoid(2 u) - 1
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         score = tl.where((at < end)[None, :], score, float("-inf"))
@@ -128,7 +132,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
         fade = tl.exp(top - higher)
         p = tl.exp(score - higher[:, None])
         mass = mass * fade + tl.sum(p, axis=1)
-        y = product(p.to(v.dtype), v, y * fade[:, None], IEEE)
+        y = product(p.to(value.dtype), value, y * fade[:, None], IEEE)
         top = higher
         ka = next_a
         kb = next_b
@@ -175,14 +179,15 @@ def attend(
 
     `qkv` [splits, batch, (heads + 2 kv_heads) * d] is the fused projection's output, to be added up over its splits.
     q and k go through their norms by head where there are any, then they are rotated; k and v are written into the
-    cache, [positions, kv_heads, d], where the sequence's table says. Scores become cap tanh(score / cap) if there is a
-    cap. The positions are split over programs; the one that ends last adds up what all found:
+    cache, [positions, kv_heads, d], where the sequence's table says, and used as it holds them. Scores become
+    cap tanh(score / cap) if there is a cap. The positions are split over programs; the one that ends last adds up what
+    all found:
     y = sum_s exp(m_s - m) y_s / sum_s exp(m_s - m) l_s,  m = max_s m_s.
     """
     splits, batch, _ = qkv.shape
     _, kv_heads, d = keys.shape
     group = block.heads // kv_heads
-    out = torch.empty(batch, block.heads * d, dtype=keys.dtype, device=qkv.device)
+    out = torch.empty(batch, block.heads * d, dtype=block.dtype, device=qkv.device)
     q_gain, k_gain, eps, offset = head_gains(block)
     _attend[(config.splits, kv_heads, batch)](
         qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, keys, values, metadata.slots,
@@ -191,7 +196,7 @@ def attend(
         G=group, GP=max(16, triton.next_power_of_2(group)), D=d, DP=max(16, triton.next_power_of_2(d)),
         HP=max(16, triton.next_power_of_2(d // 2)), KVHEADS=kv_heads, WINDOW=block.window or 0, QS=splits,
         QKNORM=q_gain is not None, OFFSET=offset, CAP=block.cap is not None, BT=config.positions,
-        SPLITS=config.splits, IEEE=keys.dtype is torch.float32, BLOCK=BLOCK, PDL=pdl,
+        SPLITS=config.splits, IEEE=block.dtype is torch.float32, BLOCK=BLOCK, PDL=pdl,
         num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -205,8 +210,8 @@ def attend_reference(qkv: Tensor, block: Attention, metadata: Metadata, keys: Te
         first = max(0, position + 1 - (block.window or position + 1))
         seen = torch.arange(first, position + 1, device=keys.device)
         at = places(metadata.tables, torch.full_like(seen, slot), seen)
-        k, v = (x[at].repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
-        scores = torch.einsum("hd,thd->ht", query.to(k.dtype), k).float() * block.scale
+        k, v = (read(x, at, q.dtype).repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
+        scores = torch.einsum("hd,thd->ht", query, k).float() * block.scale
         scores = scores if block.cap is None else block.cap * torch.tanh(scores / block.cap)
         found.append(torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1).to(v.dtype), v).flatten())
     return torch.stack(found)

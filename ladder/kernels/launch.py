@@ -165,7 +165,7 @@ class Kernels:
 
     def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
         batch, (_, kv_heads, d) = qkv.shape[1], keys.shape
-        size = keys.element_size()
+        size = block.dtype.itemsize
         shape = Shape("attend", _bucket(batch), kv_heads, _bucket(metadata.reach), False, size, self.lanes, self.flags)
         config = self.table[shape]
         assert isinstance(config, Split)

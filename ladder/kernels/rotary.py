@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import cache_line
+from ladder.kernels.device import cache_line, cached
 from ladder.layers.attention import Attention
-from ladder.layers.cache import BLOCK, Metadata, places
+from ladder.layers.cache import BLOCK, Metadata, places, write
 from ladder.layers.rope import rotate
 
 
@@ -39,11 +39,13 @@ def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, 
         u = x * factor * tl.where(is_q, qa, ka)
         v = y * factor * tl.where(is_q, qb, kb)
     z = tl.where(turned, u * c[None, :] + v * s[None, :], x).to(out.dtype.element_ty)
+    kept = cached(z, keys.dtype.element_ty)
+    z = tl.where(is_q, z, kept.to(z.dtype))
     tl.store(out + line + h[:, None] * D + d[None, :], z, mask=here)
     at = cache_line(tables + tl.load(slots + row) * WIDTH, tl.load(positions + row), True, BLOCK) * KVHEADS * D
     k_at = at + (h - HEADS)[:, None] * D + d[None, :]
-    tl.store(keys + k_at, z, mask=here & turned & (h >= HEADS)[:, None])
-    tl.store(values + k_at - KVHEADS * D, z, mask=here & (h >= HEADS + KVHEADS)[:, None])
+    tl.store(keys + k_at, kept, mask=here & turned & (h >= HEADS)[:, None])
+    tl.store(values + k_at - KVHEADS * D, kept, mask=here & (h >= HEADS + KVHEADS)[:, None])
 
 
 def head_gains(block: Attention) -> tuple[Tensor | None, Tensor | None, float, int]:
@@ -55,7 +57,7 @@ def head_gains(block: Attention) -> tuple[Tensor | None, Tensor | None, float, i
 
 def rotate_write(qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
     """q, k and v by head, [tokens, heads + 2 kv_heads, d], q and k through their norms by head where there are any, and
-    rotated; k and v go to the cache, too.
+    rotated; k and v go to the cache, too, and are as it holds them.
     """
     rows, heads = len(qkv), block.heads
     _, kv_heads, d = keys.shape
@@ -78,6 +80,5 @@ def rotate_write_reference(qkv: Tensor, block: Attention, metadata: Metadata, ke
     cos, sin = metadata.cos[block.rope], metadata.sin[block.rope]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     at = places(metadata.tables, metadata.slots, metadata.positions)
-    keys[at] = k.to(keys.dtype)
-    values[at] = v.to(values.dtype)
+    k, v = write(keys, at, k), write(values, at, v)
     return torch.cat((q, k, v), dim=1)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
-from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
+from ladder.layers.cache import KVCache, Metadata, PrefillMetadata, read
 from ladder.layers.formats import new_weight
 from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
@@ -23,7 +23,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, rope: int, comm: Comm, dtype: torch.dtype) -> None:
         super().__init__()
         names, prefix = config.names, f"{config.names.layers}.{layer}."
-        self.layer, self.rope, self.window = layer, rope, config.windows[layer]
+        self.layer, self.rope, self.window, self.dtype = layer, rope, config.windows[layer], dtype
         self.head_dim, self.scale, self.cap = config.head_dim, config.scale, config.attention_softcap
         self.heads = config.heads // comm.size
         self.copies = max(
@@ -87,7 +87,7 @@ class Attention(nn.Module):
             its_q, its_k, its_v = (x[row:end].unflatten(0, piece.shape) for x in (q, k, v))
             if piece.read is not None:
                 assert keys is not None and values is not None
-                its_k, its_v = keys[piece.read], values[piece.read]
+                its_k, its_v = (read(x, piece.read, q.dtype) for x in (keys, values))
             found.append(self._scaled_dot_product(its_q, its_k, its_v, piece.masks[self.window]))
             row = end
         return found[0] if len(found) == 1 else torch.cat(found)

@@ -14,12 +14,17 @@ from ladder.layers.rope import RopeTable
 BLOCK = 16  # positions of a block
 # blocks that no sequence has: one of zeros, and one that is written where a sequence has no block
 ZEROS, SPARE, RESERVED = 0, 1, 2
+FP8 = torch.float8_e4m3fn  # of a cache that takes a byte for each number
+LARGEST = torch.finfo(FP8).max
 
 
 class KVCache:
     """Keys and values of the running sequences, in blocks of BLOCK positions: [blocks * BLOCK, kv_heads of this rank,
     head_dim] for each layer. The slot of a sequence is a row of `tables`, [slots, blocks of the longest sequence]: its
     blocks in order.
+
+    Keys and values have the model's dtype, or FP8, without scales. Whatever attention reads is as the cache holds it, a
+    pass's own keys and values too: how a prompt was cut and what was computed before change no result.
 
     `lengths` says how much of each slot is valid. Beyond that may lie any finite numbers: a token sees only positions
     up to its own, and those have been written by the time it looks.
@@ -63,12 +68,31 @@ class KVCache:
     def erase(self, blocks: Sequence[int]) -> None:
         """Make blocks fit for other sequences, where what they hold may not be finite."""
         for table in (*self.keys, *self.values):
-            table.view(-1, BLOCK, *table.shape[1:])[list(blocks)] = 0
+            as_bytes = table.view(torch.uint8)
+            as_bytes.view(-1, BLOCK, *as_bytes.shape[1:])[list(blocks)] = 0
 
 
 def places(tables: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """Where in the cache these positions of these slots are."""
     return tables[slots, positions // BLOCK].long() * BLOCK + positions % BLOCK
+
+
+def write(table: Tensor, at: Tensor, x: Tensor) -> Tensor:
+    """Keys or values go to these places of a cache's table; they are given back as they will be read from there. What
+    FP8 has no number for becomes its largest.
+    """
+    if table.dtype is not FP8:
+        table[at] = x.to(table.dtype)
+        return x
+    stored = x.clamp(-LARGEST, LARGEST).to(FP8)
+    table.view(torch.uint8)[at] = stored.view(torch.uint8)  # not all devices can index FP8
+    return stored.to(x.dtype)
+
+
+def read(table: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """What these places of a cache's table hold."""
+    found = table.view(torch.uint8)[at].view(FP8) if table.dtype is FP8 else table[at]
+    return found.to(dtype)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ladder.lanes import Lanes, OneLane
 from ladder.layers.activation import activate
-from ladder.layers.cache import KVCache, Metadata, PrefillMetadata, places
+from ladder.layers.cache import KVCache, Metadata, PrefillMetadata, places, write
 from ladder.layers.norm import Norm
 from ladder.layers.rope import rotate
 from ladder.layers.weight import Weight
@@ -103,11 +103,10 @@ class Plain:
         q, k = block.norm_qk(stream, q, k)
         cos, sin = metadata.cos[block.rope], metadata.sin[block.rope]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            at = places(metadata.tables, metadata.slots, metadata.positions)
-            cache.keys[block.layer][at] = k
-            cache.values[block.layer][at] = v
         keys, values = (None, None) if cache is None else (cache.keys[block.layer], cache.values[block.layer])
+        if keys is not None and values is not None:
+            at = places(metadata.tables, metadata.slots, metadata.positions)
+            k, v = write(keys, at, k), write(values, at, v)
         return block.over_pieces(q, k, v, metadata, keys, values)
 
     def experts(self, stream: ResidualStream, out: Out, block: "ExpertMLP", x: Tensor) -> None:

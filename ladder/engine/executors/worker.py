@@ -19,7 +19,7 @@ from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm, Heartbea
 from ladder.engine.executors.pace import Pace
 from ladder.engine.executors.rank_processes import reporting_failures
 from ladder.engine.executors.rendezvous import Rendezvous
-from ladder.engine.memory import cache_blocks
+from ladder.engine.memory import cache_blocks, cache_dtype
 from ladder.engine.model_runner import Command, ModelRunner, NewToken
 from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
@@ -79,8 +79,8 @@ def make_model_runner(
         progress,
     )
     options = setup.options
-    blocks = cache_blocks(options, model.config, comm, device)
-    return ModelRunner(model, options.max_num_seqs, options.prefill_chunk, launch, graphs, blocks)
+    blocks, dtype = cache_blocks(options, model.config, comm, device), cache_dtype(options, model.config)
+    return ModelRunner(model, options.max_num_seqs, options.prefill_chunk, launch, graphs, blocks, dtype)
 
 
 def _kernels_fit(setup: Setup, comm: Comm, device: torch.device) -> bool:
