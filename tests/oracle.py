@@ -23,8 +23,11 @@ def logits(
     rows: Sequence[str],
     ranks: int,
     expert_parallel: bool = False,
+    fp8_cache: bool = False,
 ) -> Tensor:
-    """[batch, tokens] ids -> [batch, tokens, vocab], for one row name per layer; `config.wiring` is not looked at."""
+    """[batch, tokens] ids -> [batch, tokens, vocab], for one row name per layer; `config.wiring` is not looked at.
+    `fp8_cache`: keys and values are rounded to e4m3.
+    """
     assert len(rows) == config.layers
     checkpoint = Checkpoint(config, weights)
     if config.parallel:  # what such a family was born with is another row's name
@@ -42,7 +45,7 @@ def logits(
             before, after = (partial(norm, checkpoint, weight) for weight in layer.norms[2 * half : 2 * half + 2])
             seen = [before(x) for x in streams.read(lag)]
             if half == 0:
-                partials = attention(checkpoint, number, seen)
+                partials = attention(checkpoint, number, seen, in_fp8 if fp8_cache else lambda x: x)
             else:
                 partials = [mlp(checkpoint, layer, x, rank, ranks, expert_parallel) for rank, x in enumerate(seen)]
             streams.write([config.residual_scale * x for x in partials], out, after)
@@ -133,8 +136,12 @@ def norm(checkpoint: Checkpoint, weight: Linear | None, x: Tensor, mean_square: 
     return y if bias is None else y + bias
 
 
-def attention(checkpoint: Checkpoint, number: int, seen: list[Tensor]) -> list[Tensor]:
-    """The partial sums of all ranks, each from its own heads and from what it sees."""
+def attention(
+    checkpoint: Checkpoint, number: int, seen: list[Tensor], kept: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """The partial sums of all ranks, each from its own heads and from what it sees. `kept`: keys and values as a cache
+    holds them.
+    """
     config, layer, ranks = checkpoint.config, checkpoint.layers[number], len(seen)
     group, each = config.heads // config.kv_heads, config.heads // ranks
     queries: list[dict[int, Tensor]] = []  # of each rank, by the head's number
@@ -161,14 +168,27 @@ def attention(checkpoint: Checkpoint, number: int, seen: list[Tensor]) -> list[T
     partials = []
     for rank in range(ranks):
         total = torch.zeros_like(seen[rank])
-        turned = {head: rotary(config, number, key) for head, key in keys[rank].items()}
+        turned = {head: kept(rotary(config, number, key)) for head, key in keys[rank].items()}
         for head, query in queries[rank].items():
             scores = rotary(config, number, query) @ turned[head // group].transpose(1, 2) * scale
             scores = torch.where(visible, capped(scores, config.attention_softcap), -math.inf)
-            mixed = torch.softmax(scores, dim=-1) @ values[rank][head // group]
+            mixed = torch.softmax(scores, dim=-1) @ kept(values[rank][head // group])
             total = total + mixed @ weight[:, head * config.head_dim : (head + 1) * config.head_dim].T
         partials.append(total if bias is None or rank > 0 else total + bias)
     return partials
+
+
+# e4m3: an exponent from -6 to 8 and three bits of fraction, but nothing above 448; below 2^-6 multiples of 2^-9
+E4M3 = [*(step / 512 for step in range(8)), *(2.0**e * (1 + step / 8) for e in range(-6, 9) for step in range(8))][:-1]
+
+
+def in_fp8(x: Tensor) -> Tensor:
+    """The nearest number of e4m3."""
+    numbers = torch.tensor(E4M3, dtype=x.dtype)
+    nearest, second = (x.abs().unsqueeze(-1) - numbers).abs().topk(2, largest=False).values.unbind(-1)
+    # float32's rounding moves a key or a value by about 1e-6
+    assert (second - nearest).min() > 2e-5, "rounding could change the choice"
+    return torch.copysign(numbers[(x.abs().unsqueeze(-1) - numbers).abs().argmin(-1)], x)
 
 
 def head_norm(checkpoint: Checkpoint, weight: Linear | None, heads: list[dict[int, Tensor]]) -> list[dict[int, Tensor]]:

@@ -38,13 +38,18 @@ class InTurns:
 
 
 def forward_logits(
-    config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, launch: Launch, comm: Comm | None
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    launch: Launch,
+    comm: Comm | None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[batch, steps + 1, vocab]: of the prompt's last token, and of those that follow, each request in another slot."""
     model = decoder(config, weights, comm)
     batch = len(tokens)
     slots = list(range(batch - 1, -1, -1))
-    forward = Forward(model, model.new_cache(batch, 16), launch)
+    forward = Forward(model, model.new_cache(batch, 16, dtype=cache_dtype), launch)
     # prompts in two pieces that are cut elsewhere for every sequence, and then one of them as a whole
     cuts = [1 + number % (PROMPT - 1) for number in range(batch)]
     first = torch.cat([tokens[number, :cut] for number, cut in enumerate(cuts)])

@@ -39,12 +39,19 @@ def specs(order: list[int]) -> list[SequenceSpec]:
 
 
 def run(
-    comm: Comm, order: list[int], slots: int = 8, blocks: int | None = None, captured: bool = False
+    comm: Comm,
+    order: list[int],
+    slots: int = 8,
+    blocks: int | None = None,
+    captured: bool = False,
+    chunk: int = 64,
+    dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[dict[int, list[int]], int]:
     """The tokens of every sequence, and how often one was preempted."""
-    model = load(Decoder(CONFIG, comm), Random(5, 0.15))
+    model = load(Decoder(CONFIG, comm, dtype=dtype), Random(5, 0.15))
     blocks = None if blocks is None else RESERVED + blocks
-    runner = ModelRunner(model, slots, 64, References() if captured else None, captured, blocks)
+    runner = ModelRunner(model, slots, chunk, References() if captured else None, captured, blocks, cache_dtype)
     runner.apply(map(AddSequence, specs(order)))
     found: dict[int, list[int]] = {}
     while runner.busy:
