@@ -107,11 +107,13 @@ class Forward:
         logits = self.decode(tokens, slots, positions, reach)
         return logits, *likeliest(self.model, self.launch, logits, tokens, positions, slots, last)
 
-    def prefill(self, tokens: Tensor, counts: Sequence[int], slots: Sequence[int], last: Tensor) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, counts: Sequence[int], slots: Sequence[int], last: Tensor, decoded: int = 0
+    ) -> Tensor:
         """`counts[i]` tokens each that follow what `slots[i]` holds, one after the other in `tokens` [rows]: logits of
-        the rows `last`, [last, block].
+        the rows `last`, [last, block]. The first `decoded` sequences are being decoded: a token each.
         """
-        metadata = PrefillMetadata.of(counts, self.cache, slots, self.model.config, self.model.ropes)
+        metadata = PrefillMetadata.of(counts, self.cache, slots, self.model.config, self.model.ropes, decoded)
         # without cuDNN, which plans attention for every new length, and takes some 50 ms for that
         with sdpa_kernel(ATTENTION) if tokens.is_cuda else nullcontext():
             return self.model.run(self._prefill, tokens, metadata, self.cache, last)

@@ -18,6 +18,7 @@ WARM_UP, TIMED = 3, 9  # replays of a graph that is one of several
 STEP = 32  # between the sizes of batches that our matrix kernels do not take
 NEAREST, FURTHER = 2048, 4  # positions that kernels are chosen for: the fewest, and how many times as many come next
 SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
+LAUNCHED = 256  # tokens that are computed faster than launched, whatever they are filled up to
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -64,6 +65,11 @@ class Graphs:
         if width not in self._prompts:
             self._prompts[width] = _CapturedPrompt(self._forward, width, self._spare)
         return self._prompts[width].replay(tokens, slot)
+
+    @classmethod
+    def worth(cls, count: int) -> bool:
+        """Whether a prompt of `count` tokens is faster by a graph: short, or hardly filled up."""
+        return count <= LAUNCHED or (count <= LONGEST and 8 * count >= 7 * cls.width(count))
 
     @staticmethod
     def width(count: int) -> int:

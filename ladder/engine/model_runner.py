@@ -133,6 +133,8 @@ class ModelRunner:
         if scheduler.moved:
             self._passes.move(list(scheduler.moved.values()))
             scheduler.moved.clear()
+        if prompts is not None and batches[0] is not None and self._passes.joins:
+            batches = [prompts.joined(batches[0])]
         launched: list[tuple[ScheduledBatch, Chosen]] = []
         for batch in batches:
             if batch is not None:

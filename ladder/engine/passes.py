@@ -13,7 +13,7 @@ from torch import Tensor
 from ladder.comm.signalled import Signalled
 from ladder.devices import upload
 from ladder.engine.forward import Forward, likeliest
-from ladder.engine.graphs import LONGEST, Graphs
+from ladder.engine.graphs import Graphs
 from ladder.engine.sampling import Chosen, Sampler
 from ladder.engine.scheduler import RunningSequence, ScheduledBatch
 from ladder.kernels.launch import Launch, References
@@ -52,6 +52,11 @@ class Passes:
             self._graphs = Graphs(self._forward, slots, last=self._sampler.last)
         # kernels that poll flags: nothing may have to be loaded while they run, see `Flagged.for_kernel`
         self.polls = isinstance(model.comm, Signalled)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a decode batch is computed in the same pass as prompts: a GPU reads the weights once for both."""
+        return self._graphs is not None
 
     @property
     def asynchronous(self) -> bool:
@@ -100,24 +105,33 @@ class Passes:
         )
 
     def _prefill(self, work: ScheduledBatch) -> Chosen:
-        ends = list(accumulate(map(len, work.tokens)))
-        ended = [number for number, each in enumerate(work.sequences) if each in work.answered]
-        newest = [work.starts[number] + len(work.tokens[number]) - 1 for number in ended]
+        counts = self._counts(work)
+        ends = list(accumulate(counts))
+        answered = set(work.answered)
+        ended = [number for number, each in enumerate(work.sequences) if each in answered]
+        newest = [work.starts[number] + counts[number] - 1 for number in ended]
         inputs = self._given([[0] * len(ended), [work.slots[number] for number in ended], newest])
         graphs, forward = self._graphs, self._forward
-        if graphs and forward and forward.capturable and work.starts == (0,) and ends[-1] <= LONGEST:
+        if graphs and forward and forward.capturable and work.starts == (0,) and graphs.worth(ends[-1]):
             logits = graphs.prompt(work.tokens[0], work.slots[0])
         else:
             ids = self._given([token for piece in work.tokens for token in piece])
+            if work.decoded:
+                ids = torch.cat([self._sampler.last[inputs[1, : work.decoded]], ids])
             logits = self._logits(ids, work, self._given([ends[number] - 1 for number in ended]))
         return self._choose(logits[: len(ended)], work.answered, inputs)
 
     def _logits(self, ids: Tensor, work: ScheduledBatch, last: Tensor) -> Tensor:
-        counts = [len(piece) for piece in work.tokens] or [1] * len(work.sequences)
+        counts = self._counts(work)
         if self._forward is not None:
-            return self._forward.prefill(ids, counts, work.slots, last)
+            return self._forward.prefill(ids, counts, work.slots, last, work.decoded)
         metadata = PrefillMetadata.of(counts, self.cache, work.slots, self._model.config, self._model.ropes)
         return self._model.run(Plain(), ids, metadata, self.cache, last)
+
+    @staticmethod
+    def _counts(work: ScheduledBatch) -> list[int]:
+        """Rows of each sequence."""
+        return [len(piece) or 1 for piece in work.tokens] or [1] * len(work.sequences)
 
     def _given(self, values: Sequence[Any]) -> Tensor:
         """On the cache's device, without waiting for what that computes."""

@@ -66,10 +66,19 @@ class ScheduledBatch:
     tokens: tuple[tuple[int, ...], ...] = ()  # none: every sequence's newest token
 
     answered: tuple[RunningSequence, ...] = ()  # the sequences that a token is chosen for
+    decoded: int = 0  # of the sequences of a prefill, the first so many are fed their newest token
 
     @property
     def slots(self) -> list[int]:
         return [sequence.slot for sequence in self.sequences]
+
+    def joined(self, decode: "ScheduledBatch") -> "ScheduledBatch":
+        """This prefill batch and a decode batch as one pass: the weights are read once."""
+        newest = ((),) * len(decode.sequences)
+        return ScheduledBatch(
+            decode.sequences + self.sequences, decode.starts + self.starts, newest + self.tokens,
+            decode.answered + self.answered, len(decode.sequences),
+        )  # fmt: skip
 
     @property
     def long(self) -> bool:

@@ -169,7 +169,7 @@ class Kernels:
         shape = Shape("attend", _bucket(batch), kv_heads, _bucket(metadata.reach), False, size, self.lanes, self.flags)
         config = self.table[shape]
         assert isinstance(config, Split)
-        key = (batch, block.heads, d, config.splits)
+        key = (_bucket(batch), block.heads, d, config.splits)
         if key not in self._scratch:  # one kernel after another uses it
             self._scratch[key] = Scratch.of(*key, qkv.device)
         return attend(qkv, block, metadata, keys, values, config, self._scratch[key], self.pdl)

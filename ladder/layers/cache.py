@@ -1,7 +1,7 @@
 """The KV cache, and the metadata of a forward pass over it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -106,6 +106,12 @@ class Metadata:
     tables: Tensor  # the cache's
     reach: int  # positions that kernels are chosen for: the longest sequence, about
 
+    def rows(self, begin: int, end: int | None = None) -> "Metadata":
+        """Of some rows only."""
+        cut = slice(begin, end)
+        cos, sin = self.cos[:, cut], self.sin[:, cut]
+        return replace(self, slots=self.slots[cut], positions=self.positions[cut], cos=cos, sin=sin)
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -122,7 +128,8 @@ class Pieces:
 class PrefillMetadata(Metadata):
     """Of tokens that are consecutive in their sequences, sequence after sequence."""
 
-    pieces: tuple[Pieces, ...]
+    pieces: tuple[Pieces, ...]  # of the rows after those that are `decoded`
+    decoded: int = 0  # rows at the beginning that are a sequence's newest token: attention as in decoding
 
     @classmethod
     def of(
@@ -132,6 +139,7 @@ class PrefillMetadata(Metadata):
         slots: Sequence[int] | None,
         config: ModelConfig,
         ropes: RopeTable,
+        decoded: int = 0,
     ) -> "PrefillMetadata":
         """For `counts[i]` tokens that follow what slot `slots[i]` of the cache holds; without `slots`: slot i."""
         device = ropes.frequencies.device
@@ -144,14 +152,15 @@ class PrefillMetadata(Metadata):
         rows = torch.stack([torch.tensor(slots).repeat_interleave(torch.tensor(counts)), positions])
         owners, positions = upload(rows, device)
         tables = torch.zeros(1, 1, dtype=torch.int32, device=device) if cache is None else cache.tables
-        pieces, row = [], 0
+        pieces, row = [], decoded
+        prompts = list(zip(starts, counts, strict=True))[decoded:]
         # single tokens are taken together wherever they stand
-        for _, group in groupby(zip(starts, counts, strict=True), lambda each: each if each[1] > 1 else 1):
+        for _, group in groupby(prompts, lambda each: each if each[1] > 1 else 1):
             begins, (count, *_) = zip(*group, strict=True)
             end = row + len(begins) * count
             pieces.append(_pieces(begins, positions[row:end].view(-1, count), owners[row:end:count], tables, config))
             row = end
-        return cls(owners, positions, *ropes.angles(positions), tables, seen, tuple(pieces))
+        return cls(owners, positions, *ropes.angles(positions), tables, seen, tuple(pieces), decoded)
 
 
 def _pieces(starts: Sequence[int], positions: Tensor, slots: Tensor, tables: Tensor, config: ModelConfig) -> Pieces:
