@@ -1,11 +1,11 @@
-"""Throughput of an engine with many requests: ours, or vLLM where it is installed, on one GPU.
+"""Throughput of an engine with many requests: ours, or vLLM where it is installed, on a GPU if there is one.
 
-python -m experiments.throughput_gpu ladder|standard|vllm [SIZE [PROMPT ...]] >> results/throughput_h200.jsonl
+python -m experiments.throughput WIRING|vllm [SIZE [LOAD ...]] >> results/throughput_h200.jsonl
 
 The same requests for every engine: 256 and 1,024 of them, prompts of 128 to 1,024 random tokens, outputs of 64 to 512
 tokens, temperature 0.8 and top-p 0.95, all at once and at a Poisson rate; weights are random. With LONG in place of a
-load: 32 requests at a time for as long as another one with a prompt of 100,000 tokens is read, beside the same
-without it.
+load: short requests, several at a time, alone for a while, and then for as long as another one with a prompt of
+100,000 tokens is read.
 """
 
 import asyncio
@@ -29,9 +29,11 @@ from ladder.bench.machine import machine
 from ladder.engine.async_llm import AsyncLLM
 
 LOADS = {"256": (256, None), "256@12": (256, 12.0), "1024": (1024, None), "1024@24": (1024, 24.0)}
-LONG, SHORT, AT_ONCE = 100_000, 64, 32  # tokens of the long prompt; of short outputs; of those at a time
-SEQUENCES = 256
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+LONG, SHORT = 100_000, 64  # tokens of the long prompt; of short outputs
+SEQUENCES, AT_ONCE = (256, 32) if DEVICE != "cpu" else (16, 8)  # at most; short ones beside a long one
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # requests at once, before anything is measured
+MEMORY = 60.0 if DEVICE != "cpu" else 2.0  # GB of our KV cache
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True}
 
 
@@ -113,7 +115,7 @@ def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 def request(rng: random.Random) -> tuple[list[int], int]:
-    return [rng.randrange(10, 30000) for _ in range(rng.randint(128, 1024))], rng.randint(64, 512)
+    return [rng.randrange(10, 300) for _ in range(rng.randint(128, 1024))], rng.randint(64, 512)
 
 
 async def load(engine: Engine, count: int, rate: float | None) -> dict[str, Any]:
@@ -153,7 +155,7 @@ async def beside_a_long_prompt(engine: Engine) -> dict[str, Any]:
         await asyncio.sleep(seconds or 1.0)
         long = None
         if seconds is None:
-            long = await ask(engine, 0, [rng.randrange(10, 30000) for _ in range(LONG)], SHORT)
+            long = await ask(engine, 0, [rng.randrange(10, 300) for _ in range(LONG)], SHORT)
         until.set()
         await asyncio.gather(*tasks)
         return found, long
@@ -171,12 +173,14 @@ async def beside_a_long_prompt(engine: Engine) -> dict[str, Any]:
 
 
 async def measure(engine: Engine, size: str, loads: list[str]) -> None:
-    for count in WARM_UP:
-        await asyncio.gather(*(ask(engine, number, [number + 1] * 600, 24) for number in range(count)))
+    for count in WARM_UP[: WARM_UP.index(SEQUENCES) + 1]:
+        await asyncio.gather(
+            *(ask(engine, number, [number + 1] * (600 if DEVICE != "cpu" else 20), 24) for number in range(count))
+        )
     for name in loads:
         found = await (beside_a_long_prompt(engine) if name == "LONG" else load(engine, *LOADS[name]))
         line = {"measure": "throughput", "engine": engine.name, "size": size, "max_num_seqs": SEQUENCES, **found}
-        print(json.dumps({**line, **machine(torch.device("cuda", 0))}), flush=True)
+        print(json.dumps({**line, **machine(torch.device(DEVICE))}), flush=True)
 
 
 async def main(kind: str, size: str, loads: list[str]) -> None:
@@ -192,8 +196,8 @@ async def main(kind: str, size: str, loads: list[str]) -> None:
         if kind == "vllm":
             await measure(Theirs(directory, context), size, loads)
             return
-        async with AsyncLLM(directory, wiring=kind, device="cuda:0", max_num_seqs=SEQUENCES, memory=60.0) as llm:
-            fill(llm._supervisor._executor._runner._passes._model)  # type: ignore[attr-defined]
+        async with AsyncLLM(directory, wiring=kind, device=DEVICE, max_num_seqs=SEQUENCES, memory=MEMORY) as llm:
+            fill(llm._supervisor._executor._runner._passes._model)  # type: ignore[union-attr]
             await measure(Ours(llm, kind), size, loads)
 
 
