@@ -14,7 +14,7 @@ from ladder.engine import graphs
 from ladder.engine.model_runner import AddSequence, ModelRunner, NewToken
 from ladder.engine.options import SamplingParams
 from ladder.engine.scheduler import SequenceSpec
-from ladder.kernels.launch import References
+from ladder.kernels.launch import Kernels, References
 from ladder.layers.cache import BLOCK, RESERVED
 from ladder.model import Decoder
 from tests.test_passes import Recorded
@@ -47,11 +47,13 @@ def run(
     chunk: int = 64,
     dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> tuple[dict[int, list[int]], int]:
     """The tokens of every sequence, and how often one was preempted."""
-    model = load(Decoder(CONFIG, comm, dtype=dtype), Random(5, 0.15))
+    model = load(Decoder(CONFIG, comm, device, dtype), Random(5, 0.15))
     blocks = None if blocks is None else RESERVED + blocks
-    runner = ModelRunner(model, slots, chunk, References() if captured else None, captured, blocks, cache_dtype)
+    launch = None if not captured else References() if device == "cpu" else Kernels.on(torch.device(device))
+    runner = ModelRunner(model, slots, chunk, launch, captured, blocks, cache_dtype)
     runner.apply(map(AddSequence, specs(order)))
     found: dict[int, list[int]] = {}
     while runner.busy:
@@ -89,6 +91,19 @@ def test_from_graphs(monkeypatch: pytest.MonkeyPatch, alone: dict[int, list[int]
     with World(size) as world:
         found = world.run(lambda comm: run(comm, [4, 6, 2, 0, 3, 5, 1], slots=5, captured=True)[0])
     assert found == [alone] * size
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(alone: dict[int, list[int]]) -> None:
+    """By kernels and graphs in float32: alone, in a batch, with prompts that come while others are decoded, and with
+    too few blocks for all.
+    """
+    for id, tokens in alone.items():
+        assert run(Solo(), [id], captured=True, device="cuda")[0] == {id: tokens}
+    assert run(Solo(), [4, 6, 2, 0, 3, 5, 1], captured=True, device="cuda")[0] == alone
+    assert run(Solo(), list(range(7)), slots=3, captured=True, device="cuda")[0] == alone
+    found, preemptions = run(Solo(), [0, 1, 4], blocks=10, captured=True, device="cuda")
+    assert preemptions > 0 and found == {id: alone[id] for id in (0, 1, 4)}
 
 
 class Spy:
