@@ -108,6 +108,31 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
     assert any(batch.decoded == 2 and len(batch.sequences) == 3 for batch in joined)
 
 
+def test_a_warm_up_captures_every_size_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
+    found = []
+    for warm in (False, True):
+        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 64, References(), True)
+        captured = runner._passes._graphs
+        assert captured is not None
+        if warm:
+            assert runner.warm_up() == [1, 2, 4, 8] == sorted(size for size, _ in captured._captured)
+            assert not runner.busy and runner.free_slots == 5
+        runner.apply(
+            AddSequence(SequenceSpec(id, tuple(prompt), 16, SamplingParams(16, 0.8 * id, seed=id)))
+            for id, prompt in enumerate(PROMPTS)
+        )
+        known = len(captured._captured)
+        tokens: dict[int, list[int | None]] = {}
+        while runner.busy:
+            for token in runner.step():
+                tokens.setdefault(token.id, []).append(token.token)
+        found.append(tokens)
+        assert not warm or len(captured._captured) == known
+    assert found[0] == found[1]
+    assert ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 64).warm_up() == []
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_ahead_change_no_token(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Sequences that come and go at any step, and end with end-of-text tokens: a step that was begun before the last

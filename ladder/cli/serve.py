@@ -28,6 +28,7 @@ def serve(served: Served, options: EngineOptions, server: ServerOptions, named: 
         if "model" in named:
             raise LadderError(f"two models were given, {served.directory} and {options.model}: give one of them")
         options = replace(options, model=served.directory)
+    options = replace(options, warm_up=server.warm_up)
     server.key()  # refused before anything is loaded
     logging.getLogger("uvicorn").setLevel("WARNING")
     try:

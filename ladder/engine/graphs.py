@@ -108,6 +108,11 @@ class Graphs:
         return found[best]
 
 
+def buckets(most: int) -> list[int]:
+    """Sizes that batches of up to `most` sequences are filled up to."""
+    return sorted({bucket(count) for count in range(1, most + 1)})
+
+
 def bucket(count: int) -> int:
     """What a batch of `count` sequences is filled up to."""
     return 1 << (count - 1).bit_length() if count <= MOST else -(-count // STEP) * STEP

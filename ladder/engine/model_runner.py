@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ladder.engine.blocks import BlockPool
+from ladder.engine.graphs import buckets
+from ladder.engine.options import SamplingParams
 from ladder.engine.passes import Passes
 from ladder.engine.requests import TokenLogprobs
 from ladder.engine.sampling import Chosen
@@ -100,6 +102,19 @@ class ModelRunner:
     def room(self) -> int:
         """Tokens that the cache has room for."""
         return self._scheduler.blocks.count * BLOCK
+
+    def warm_up(self) -> list[int]:
+        """Compile and capture what decoding needs, by short requests in batches of every size, which are returned. All
+        ranks do it at the same time.
+        """
+        kinds = [SamplingParams(3), SamplingParams(3, temperature=1.0, top_k=20, top_p=0.9, seed=0)]
+        sizes = buckets(len(self._scheduler.free)) if self._passes.asynchronous else []
+        for size in sizes:
+            for id in range(size):
+                self._scheduler.add(SequenceSpec(id, (0,) * 20, 3, replace(kinds[id % 2], ignore_eos=True)))
+            while self.busy:
+                self.step()
+        return sizes
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Carry out commands, in order."""

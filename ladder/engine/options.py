@@ -58,6 +58,7 @@ class EngineOptions:
     kernels: bool = option(True, "On a GPU: our kernels and CUDA graphs. Off: plain torch.")
     tuned: Path | None = option(None, "Configurations of kernels for this GPU, as `ladder tune` writes them.")
     check: bool = option(False, "Refuse weights that are not finite.")
+    warm_up: bool = keyword(False)  # on a GPU: compile and capture what decoding needs before the first request
     token_file: Path | None = option(
         None, "A file with a secret that all ranks share; ranks of torchrun refuse those that do not have it."
     )

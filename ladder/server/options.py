@@ -21,6 +21,7 @@ class ServerOptions:
     port: int = option(8000, "Port to listen on; 0: a free one, which is printed.")
     api_key: str | None = option(None, "Requests must have this key. Other users of this machine can see it here.")
     api_key_file: Path | None = option(None, "A file with the key, which they cannot see.")
+    warm_up: bool = option(True, "On a GPU: compile and capture what decoding needs before requests are accepted.")
     max_body: int = option(4 * 2**20, "Bytes of a request's body, at most.")
     max_queue: int = option(256, "Sequences that wait while others run, at most; further requests get status 429.")
     request_timeout: float = option(600.0, "Seconds after which a request is ended with an error.")

@@ -80,7 +80,10 @@ def make_model_runner(
     )
     options = setup.options
     blocks, dtype = cache_blocks(options, model.config, comm, device), cache_dtype(options, model.config)
-    return ModelRunner(model, options.max_num_seqs, options.prefill_chunk, launch, graphs, blocks, dtype)
+    runner = ModelRunner(model, options.max_num_seqs, options.prefill_chunk, launch, graphs, blocks, dtype)
+    if options.warm_up and (sizes := runner.warm_up()) and comm.rank == 0:
+        logger.info("warmed up: decode steps of %s sequences", ", ".join(map(str, sizes)))
+    return runner
 
 
 def _kernels_fit(setup: Setup, comm: Comm, device: torch.device) -> bool:
