@@ -351,6 +351,7 @@ def test_what_is_proposed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ("--size llama-70b", "unknown size 'llama-70b': .*; the nearest is 'llama-3-70b'"),
         ("--wiring lader", "unknown wiring 'lader': .*; the nearest is 'ladder'"),
         ("--wiring hybird", "unknown wiring 'hybird': .*; the nearest is 'hybrid'"),
+        ("--wiring laddr:80", "unknown wiring 'laddr': .*; the nearest is 'ladder'"),
         ("--wiring standard-fused --link moon", "unknown link 'moon'"),
         ("--engine papers", "unknown engine 'papers': known are auto, paper, ladder; the nearest is 'paper'"),
         ("--nodes 3", "8 ranks cannot be spread evenly over 3 nodes; the nearest is --nodes 2"),
