@@ -1,4 +1,4 @@
-"""One rank of many: its communicator, the bounds of its schedules, and the lanes of a profiled step."""
+"""One rank of many: its communicator, what its schedules take at best, and the lanes of a profiled step."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ import torch
 
 from ladder.bench import one_rank
 from ladder.bench.model import Case, FusedModel, configure, random_model
-from ladder.bench.one_rank import WIRINGS, bound_ms, spread, two_lanes_bound_ms
+from ladder.bench.one_rank import WIRINGS, bound_ms, spread, two_lanes_ms
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
@@ -76,19 +76,19 @@ def test_the_bound_of_a_layer(wire: float) -> None:
         assert 1e3 * more == pytest.approx(us)
 
 
-def test_the_bound_of_two_lanes() -> None:
+def test_the_estimate_of_two_lanes() -> None:
     """Never less than reading everything; where nothing may run beside anything, that of one lane."""
     costs, layers = RankCosts(ModelConfig.named("llama-3-70b"), 8), 80
     reading = layers * 2 * (costs.attention + costs.mlp()) / 4.6e12
     measured = {"attention_us": 20.0, "mlp_us": 40.0, "rest_us": 100.0}
     for pattern, us in product(("ladder", "ladder-2", "parallel-1"), (0.0, 8.0, 24.0)):
-        found = two_lanes_bound_ms(pattern, measured, costs, 4.6, us)
+        found = two_lanes_ms(pattern, measured, costs, 4.6, us)
         assert reading * 1e3 + 0.1 <= found <= bound_ms("standard", measured, us, 1, layers)
     one = bound_ms("ladder", measured, 0.0, 1, layers)
-    assert two_lanes_bound_ms("ladder", measured, costs, 4.6, 0.0) < 0.85 * one
+    assert two_lanes_ms("ladder", measured, costs, 4.6, 0.0) < 0.85 * one
     for us in (0.0, 24.0):
         one = bound_ms("standard", measured, us, 1, layers)
-        assert two_lanes_bound_ms("standard", measured, costs, 4.6, us) == pytest.approx(one)
+        assert two_lanes_ms("standard", measured, costs, 4.6, us) == pytest.approx(one)
 
 
 def test_the_rank_that_is_there() -> None:
