@@ -192,7 +192,7 @@ class Wiring:
                 table.append((attention, mlp))
         return tuple(table)
 
-    def sums(self) -> int:
+    def all_reduces(self) -> int:
         """All-reduces of one forward pass, the embedding's not counted."""
         return sum(block.out is Out.REDUCE for layer in self.sub_blocks() for block in layer)
 

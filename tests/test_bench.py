@@ -171,7 +171,7 @@ def test_real_ranks(tmp_path: Path) -> None:
         assert row["tokens_per_s_gpu"] * 2 == pytest.approx(row["tokens_per_s"], rel=1e-2)
     one = {row["arm"]: row for row in rows[:8]}
     assert [one[arm]["all_reduces"] for arm in ARMS] == [9, 9, 5, 5, 9, 9, 5, 0]  # the embedding's is one of them
-    assert one["standard"]["comm_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the gathering travels too
+    assert one["standard"]["comm_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the all-gather is emulated too
     assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["comm_ms"] == 0
     assert one["standard-fused"]["link"] == "nvlink_fused" and one["standard-fused"]["cell_link"] == "2ms,10GB/s"
     grid = table(rows)

@@ -109,12 +109,12 @@ names = st.one_of(
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table(name: str) -> None:
-    layers, sums = TABLE[name]
+    layers, all_reduces = TABLE[name]
     expected = [(SubBlock(a, out_a), SubBlock(m, out_m)) for a, out_a, m, out_m in layers]
     wiring = Wiring.parse(name, 12)
     assert list(wiring.sub_blocks()[:3]) == expected
     assert len(wiring.sub_blocks()) == 12
-    assert wiring.sums() == sums
+    assert wiring.all_reduces() == all_reduces
 
 
 @pytest.mark.parametrize("pattern, expected", [

@@ -111,7 +111,7 @@ def measured(path: Path, engine: Engine) -> list[Target]:
         if row.get("layers", config.layers) != config.layers:
             config = config.first(row["layers"])
         name = row.get("link_name", row.get("link"))
-        without_communication = not config.rewired(row["wiring"]).wiring.sums()
+        without_communication = not config.rewired(row["wiring"]).wiring.all_reduces()
         if name == "zero" or (
             row.get("link_kind") == "real" and not without_communication
         ):  # no time of a link is known of those
