@@ -126,6 +126,7 @@ def test_the_shipped_rows_fit_what_was_measured() -> None:
     }
     found = calibrate.account(ENGINES["paper"], held_back)
     assert found["median_error"] <= 0.08 and found["p90_error"] <= 0.2
+    assert calibrate.fit(ENGINES["paper"], runs[:2], 0.0) == ENGINES["paper"]  # which has no `lane` to fit
     everything = calibrate.account(ENGINES["paper"], runs)
     assert everything["right_orders"] >= 0.9 * everything["orders"] > 20
     ours = calibrate.measured(RESULTS / "one_rank_h200.jsonl", ENGINES["ladder"])

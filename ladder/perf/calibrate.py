@@ -201,7 +201,7 @@ def get(engine: Engine, name: str) -> float:
     value = getattr(engine, room)
     if room == "large":
         value, rest = value[rest[0]], rest[1:]
-    return float(getattr(value, rest[0]) if rest else value)
+    return float((getattr(value, rest[0]) if rest else value) or 0.0)  # None: the engine does not have it
 
 
 def put(engine: Engine, name: str, value: float) -> Engine:
