@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, pairwise
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, nearest
 
 
 class Out(StrEnum):
@@ -61,10 +61,13 @@ _LADDER = re.compile(rf"ladder-{_NUMBER}(?:-{_NUMBER})?")
 _PARALLEL = re.compile(rf"parallel-{_NUMBER}")
 _DESYNC = re.compile(rf"desync-([1-9][0-9]{{0,3}})x(?:-{_NUMBER})?")
 _KNOWN = "standard, parallel, parallel-N, ladder, ladder-N, ladder-A-M, desync-Nx, desync-Nx-L, none"
+EXAMPLES = (*ROWS, "parallel-1", "ladder-2", "ladder-1-2", "desync-2x", "desync-2x-1")  # one for each of those
 
 
-def canonical(name: str) -> str:
-    """The one spelling of a row's name (`ladder-1` is `ladder`, `desync-1x` is `standard`); refuses unknown names."""
+def canonical(name: str, proposed: Sequence[str] = EXAMPLES) -> str:
+    """The one spelling of a row's name (`ladder-1` is `ladder`, `desync-1x` is `standard`); refuses unknown names, with
+    the nearest of those `proposed`.
+    """
     if name in ROWS:
         return name
     if match := _PARALLEL.fullmatch(name):
@@ -76,7 +79,8 @@ def canonical(name: str) -> str:
         if attention != mlp:
             return f"ladder-{attention}-{mlp}"
         return {"0": "standard", "1": "ladder"}.get(attention, f"ladder-{attention}")
-    raise LadderError(f"unknown wiring {name!r}: known are {_KNOWN} (N, A, M, L are numbers below 10000)")
+    known = f"{_KNOWN} (N, A, M, L are numbers below 10000)"
+    raise LadderError(f"unknown wiring {name!r}: known are {known}; the nearest is {nearest(name, proposed)!r}")
 
 
 def row(name: str) -> Row:
@@ -188,7 +192,7 @@ class Wiring:
                 table.append((attention, mlp))
         return tuple(table)
 
-    def sums(self) -> int:
+    def all_reduces(self) -> int:
         """All-reduces of one forward pass, the embedding's not counted."""
         return sum(block.out is Out.REDUCE for layer in self.sub_blocks() for block in layer)
 

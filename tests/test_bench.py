@@ -19,7 +19,7 @@ from ladder.bench.sweep.cells import Cell, Hardware, cells, comparisons
 from ladder.bench.sweep.measure import Measured, StepsDone, Timings, figures, in_turns
 from ladder.bench.sweep.options import PRESETS, BenchOptions
 from ladder.bench.sweep.runners import GraphRunner, PlainRunner, pieces
-from ladder.bench.sweep.sweep import KEYS, bench, table
+from ladder.bench.sweep.sweep import COLUMNS, KEYS, bench, line_of, table
 from ladder.comm.base import Comm, Solo
 from ladder.comm.one_rank import OneRank
 from ladder.engine import graphs
@@ -171,13 +171,21 @@ def test_real_ranks(tmp_path: Path) -> None:
         assert row["tokens_per_s_gpu"] * 2 == pytest.approx(row["tokens_per_s"], rel=1e-2)
     one = {row["arm"]: row for row in rows[:8]}
     assert [one[arm]["all_reduces"] for arm in ARMS] == [9, 9, 5, 5, 9, 9, 5, 0]  # the embedding's is one of them
-    assert one["standard"]["comm_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the gathering travels too
+    assert one["standard"]["comm_ms"] >= 20 and one["standard"]["tpot_ms_p50"] >= 20  # the all-gather is emulated too
     assert one["none"]["hidden"] is None and one["none"]["exposed_ms"] == one["none"]["comm_ms"] == 0
     assert one["standard-fused"]["link"] == "nvlink_fused" and one["standard-fused"]["cell_link"] == "2ms,10GB/s"
     grid = table(rows)
     assert grid.row_count == len(rows) + 2 and "ranks" in str(grid.caption)
     assert grid.title == "tiny, TP 2, 8+8 tokens, link 2ms,10GB/s (emulated)"
     assert table(rows[:8]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (emulated)"
+
+
+def test_the_table_shows_lanes_where_lines_have_them() -> None:
+    figures = ("ttft_ms", "tpot_ms_p50", "tpot_ms_p99", "tokens_per_s", "comm_ms", "exposed_ms", "bandwidth_share")
+    old = {**line_of(tiny_cell()), "chip": "c", "commit": None, "hidden": None, **dict.fromkeys(figures, 1.0)}
+    assert [column.header for column in table([old]).columns] == [*COLUMNS]
+    last = table([old, {**old, "lanes": 1}, {**old, "lanes": 2}]).columns[-1]
+    assert last.header == "lanes" and [*last.cells] == ["-", "1", "2"]
 
 
 def tiny_cell(**changes: Any) -> Cell:

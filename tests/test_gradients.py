@@ -236,11 +236,11 @@ def test_without_the_sum_copies_have_parts(worlds: dict[int, World]) -> None:
         assert (parts[0] + parts[1] - whole[name]).abs().max() <= TOLERANCE
 
 
-# --- when sums travel -----------------------------------------------------------------------------------------------
+# --- when gradients are all-reduced ---------------------------------------------------------------------------------
 
 
 def backward_log(world: World, text: str) -> list[Event]:
-    """Of rank 0's backward pass: sums sent and waited for, and sub-blocks gone back through."""
+    """Of rank 0's backward pass: all-reduces started and waited for, and sub-blocks gone back through."""
     config, weights = settings("plain", text)
 
     def backward(comm: Comm) -> list[Event]:
@@ -260,8 +260,8 @@ def backward_log(world: World, text: str) -> list[Event]:
 
 
 @pytest.mark.parametrize("text, beside", [("standard", 0), ("ladder", 1), ("ladder-2", 2)])
-def test_gradients_travel_beside_sub_blocks(worlds: dict[int, World], text: str, beside: int) -> None:
-    """On the way back a gradient is on the wire while as many sub-blocks compute as on the way forward."""
+def test_gradients_are_all_reduced_beside_sub_blocks(worlds: dict[int, World], text: str, beside: int) -> None:
+    """On the way back a gradient is being all-reduced while as many sub-blocks compute as on the way forward."""
     log = backward_log(worlds[2], text)
     sent = [number for what, number in log if what == "send"]
     assert len(sent) == 2 * LAYERS + 1  # as many as on the way forward, the embedding's among them

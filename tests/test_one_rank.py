@@ -1,4 +1,4 @@
-"""One rank of many: its communicator, the bounds of its schedules, and the lanes of a profiled step."""
+"""One rank of many: its communicator, what its schedules take at best, and the lanes of a profiled step."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ import torch
 
 from ladder.bench import one_rank
 from ladder.bench.model import Case, FusedModel, configure, random_model
-from ladder.bench.one_rank import WIRINGS, bound_ms, spread, two_lanes_bound_ms
+from ladder.bench.one_rank import WIRINGS, bound_ms, spread, two_lanes_ms
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
@@ -76,23 +76,23 @@ def test_the_bound_of_a_layer(wire: float) -> None:
         assert 1e3 * more == pytest.approx(us)
 
 
-def test_the_bound_of_two_lanes() -> None:
+def test_the_estimate_of_two_lanes() -> None:
     """Never less than reading everything; where nothing may run beside anything, that of one lane."""
     costs, layers = RankCosts(ModelConfig.named("llama-3-70b"), 8), 80
     reading = layers * 2 * (costs.attention + costs.mlp()) / 4.6e12
     measured = {"attention_us": 20.0, "mlp_us": 40.0, "rest_us": 100.0}
     for pattern, us in product(("ladder", "ladder-2", "parallel-1"), (0.0, 8.0, 24.0)):
-        found = two_lanes_bound_ms(pattern, measured, costs, 4.6, us)
+        found = two_lanes_ms(pattern, measured, costs, 4.6, us)
         assert reading * 1e3 + 0.1 <= found <= bound_ms("standard", measured, us, 1, layers)
     one = bound_ms("ladder", measured, 0.0, 1, layers)
-    assert two_lanes_bound_ms("ladder", measured, costs, 4.6, 0.0) < 0.85 * one
+    assert two_lanes_ms("ladder", measured, costs, 4.6, 0.0) < 0.85 * one
     for us in (0.0, 24.0):
         one = bound_ms("standard", measured, us, 1, layers)
-        assert two_lanes_bound_ms("standard", measured, costs, 4.6, us) == pytest.approx(one)
+        assert two_lanes_ms("standard", measured, costs, 4.6, us) == pytest.approx(one)
 
 
 def test_the_rank_that_is_there() -> None:
-    comm = OneRank(4, Link(1.0, 1e9))  # on the CPU nothing travels
+    comm = OneRank(4, Link(1.0, 1e9))  # on the CPU nothing is emulated
     x = torch.arange(3.0)
     assert (comm.size, comm.rank) == (4, 0)
     assert torch.equal(comm.all_reduce(x.clone()).wait(), x)
@@ -185,7 +185,7 @@ def test_spread() -> None:
 
 def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
     """A step of two layers as the profiler would tell it, in microseconds; the MLP of layer 1 waits for 4 of them."""
-    events, at = [("_start", 0, 2), ("_travel", 2, 5)], 5
+    events, at = [("_start", 0, 2), ("_emulate_all_reduce", 2, 5)], 5
     for _ in range(2):
         for name, us in (("_gemv", 3), ("_attend", 1), ("_gemv", 2), ("_gemv", 6), ("_gemv", 4)):
             at += us
@@ -193,12 +193,12 @@ def test_lanes_of_a_profiled_step(tmp_path: Path) -> None:
     ends = [end for name, _, end in events if name in ("_gemv", "_attend")]
     sums = [ends[2], ends[4], ends[7], ends[9]]
     events += [
-        ("_travel", sums[0], sums[0] + 1),
-        ("_travel", sums[1], sums[1] + 10),
-        ("_travel", 28, 29),
-        ("_travel", 45, 46),
+        ("_emulate_all_reduce", sums[0], sums[0] + 1),
+        ("_emulate_all_reduce", sums[1], sums[1] + 10),
+        ("_emulate_all_reduce", 28, 29),
+        ("_emulate_all_reduce", 45, 46),
     ]
-    events.append(("_travel", 50, 51))  # the gathering of the logits
+    events.append(("_emulate_all_reduce", 50, 51))  # the gathering of the logits
     raw = [{"cat": "kernel", "name": name, "ts": begin, "dur": end - begin} for name, begin, end in events]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*raw, {"cat": "cpu_op", "name": "x"}]}))
     model = Decoder(ModelConfig(16, 2, 4, 4, 16, vocab=16).rewired("ladder"), device="meta")

@@ -50,7 +50,7 @@ SCHEDULES = {
     "standard:1 ladder:1 standard:1": "S0 W0  C1 S1 W1  C2 S2  C3 S3 W2  C4 S4 W3 W4  C5 S5 W5  C6 S6 W6",
 }
 
-SUMS_OF_SIX_LAYERS = {
+ALL_REDUCES_OF_SIX_LAYERS = {
     **dict.fromkeys(("standard", "ladder", "ladder-2", "ladder-1-2", "ladder-0-1", "desync-1x", "desync-1x-2"), 12),
     **{"parallel-1": 6, "parallel-7": 6, "desync-2x-1": 6, "desync-5x-3": 2},
     **{"parallel": 6, "desync-2x": 6, "desync-3x": 4, "desync-4x": 3, "desync-5x": 2, "desync-12x": 1, "none": 0},
@@ -83,8 +83,8 @@ def test_schedule(worlds: dict[int, World], text: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("lag", range(5))
-def test_a_ladders_sum_travels_beside_the_next_sub_blocks(lag: int) -> None:
-    """Sum i is waited for after sub-block i + lag has been computed and sent, and before sub-block i + lag + 1 is."""
+def test_a_ladders_all_reduce_runs_beside_the_next_sub_blocks(lag: int) -> None:
+    """All-reduce i is waited for after sub-block i + lag has been computed and sent, before the next one is."""
     log = events(f"ladder-{lag}", 5, Solo())
     for number in range(1, 11):
         waited = log.index(("wait", number))
@@ -94,8 +94,8 @@ def test_a_ladders_sum_travels_beside_the_next_sub_blocks(lag: int) -> None:
             assert waited < log.index(("compute", number + lag + 1))
 
 
-def test_ladder_1_2_gives_the_mlps_sum_a_whole_layer() -> None:
-    """Attention's sum travels beside the MLP; the MLP's beside the next attention and the next MLP."""
+def test_ladder_1_2_gives_the_mlps_all_reduce_a_whole_layer() -> None:
+    """Attention's all-reduce runs beside the MLP; the MLP's beside the next attention and the next MLP."""
     log = events("ladder-1-2", 5, Solo())
     for number in range(1, 8):
         beside = 1 if number % 2 else 2
@@ -103,12 +103,12 @@ def test_ladder_1_2_gives_the_mlps_sum_a_whole_layer() -> None:
         assert log.index(("send", number + beside)) < waited < log.index(("compute", number + beside + 1))
 
 
-@pytest.mark.parametrize("text", SUMS_OF_SIX_LAYERS)
-def test_number_of_sums(text: str) -> None:
+@pytest.mark.parametrize("text", ALL_REDUCES_OF_SIX_LAYERS)
+def test_number_of_all_reduces(text: str) -> None:
     log = events(text, 6, Solo())
-    assert sum(kind == "send" for kind, _ in log) == 1 + SUMS_OF_SIX_LAYERS[text]
+    assert sum(kind == "send" for kind, _ in log) == 1 + ALL_REDUCES_OF_SIX_LAYERS[text]
     config = tiny(6).rewired(text)
-    assert config.wiring.sums() == SUMS_OF_SIX_LAYERS[text]
+    assert config.wiring.all_reduces() == ALL_REDUCES_OF_SIX_LAYERS[text]
 
 
 ROWS = (

@@ -37,27 +37,27 @@ def blocks(pattern: str, attention: float, mlp: float, layers: int) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    "pattern, travel, total, sums, waited",
+    "pattern, all_reduce, total, count, waited",
     [
         # two layers; attention computes for 2, the MLP for 5
         ("standard", 3.0, 2 * (2 + 3 + 5 + 3), 4, 12.0),
         ("parallel", 3.0, 2 * (2 + 5 + 3), 2, 6.0),
         ("none", 3.0, 14.0, 0, 0.0),
         ("desync-2x", 3.0, 2 * (2 + 5 + 3), 2, 6.0),
-        # attention's sum travels behind the MLP, the MLP's leaves 1 over behind the attention; the last has nothing
+        # attention's all-reduce is hidden by the MLP, the MLP's leaves 1 over; the last has nothing to hide it
         ("ladder", 3.0, 2 + 5 + 2 + 1 + 5 + 3, 4, 4.0),
         ("ladder", 1.0, 2 + 5 + 2 + 5 + 1, 4, 1.0),
-        # one sum at a time: each waits for the one before it
+        # one all-reduce at a time: each waits for the one before it
         ("ladder", 10.0, 2 + 10 + 10 + 10 + 10, 4, 28.0),
-        # two behind: nobody waits but the end, for what has queued up on the wire: from 2 on it is never idle
+        # two behind: nobody waits but the end, for what has queued up on the link: from 2 on it is never idle
         ("ladder-2", 5.0, 2 + 4 * 5, 4, 8.0),
         ("standard:1 ladder:1", 3.0, 2 + 3 + 5 + 2 + 1 + 5 + 3, 4, 7.0),
     ],
 )
-def test_schedule(pattern: str, travel: float, total: float, sums: int, waited: float) -> None:
-    found = walk(blocks(pattern, 2.0, 5.0, 2), travel, first=False)
-    assert (found.total, found.all_reduces, found.waited) == (total, sums, waited)
-    assert found.comm == sums * travel and found.exposed == waited
+def test_schedule(pattern: str, all_reduce: float, total: float, count: int, waited: float) -> None:
+    found = walk(blocks(pattern, 2.0, 5.0, 2), all_reduce, first=False)
+    assert (found.total, found.all_reduces, found.waited) == (total, count, waited)
+    assert found.comm == count * all_reduce and found.exposed == waited
     assert found.total == pytest.approx(14.0 + waited)
 
 
@@ -126,6 +126,7 @@ def test_the_shipped_rows_fit_what_was_measured() -> None:
     }
     found = calibrate.account(ENGINES["paper"], held_back)
     assert found["median_error"] <= 0.08 and found["p90_error"] <= 0.2
+    assert calibrate.fit(ENGINES["paper"], runs[:2], 0.0) == ENGINES["paper"]  # which has no `lane` to fit
     everything = calibrate.account(ENGINES["paper"], runs)
     assert everything["right_orders"] >= 0.9 * everything["orders"] > 20
     ours = calibrate.measured(RESULTS / "one_rank_h200.jsonl", ENGINES["ladder"])
@@ -351,6 +352,7 @@ def test_what_is_proposed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ("--size llama-70b", "unknown size 'llama-70b': .*; the nearest is 'llama-3-70b'"),
         ("--wiring lader", "unknown wiring 'lader': .*; the nearest is 'ladder'"),
         ("--wiring hybird", "unknown wiring 'hybird': .*; the nearest is 'hybrid'"),
+        ("--wiring laddr:80", "unknown wiring 'laddr': .*; the nearest is 'ladder'"),
         ("--wiring standard-fused --link moon", "unknown link 'moon'"),
         ("--engine papers", "unknown engine 'papers': known are auto, paper, ladder; the nearest is 'paper'"),
         ("--nodes 3", "8 ranks cannot be spread evenly over 3 nodes; the nearest is --nodes 2"),

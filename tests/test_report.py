@@ -108,6 +108,14 @@ def test_numbers(tmp_path: Path) -> None:
     assert best == sorted(best) and len(best) == 2 and best[0][1] > best[1][1]
 
 
+def test_lanes_are_a_column_where_lines_have_them(tmp_path: Path) -> None:
+    old, new = row("standard", 1, 10.0), row("ladder", 1, 5.0, lanes=2)
+    for lines, cells in (([old], None), ([old, new], [None, 2])):
+        table = data(report([write(tmp_path / "rows.jsonl", lines)], tmp_path / "out")[0])["rows"]
+        titles = [column["title"] for column in table["columns"]]
+        assert ([each[titles.index("lanes")] for each in table["cells"]] if "lanes" in titles else None) == cells
+
+
 def test_an_arm_with_a_link_of_its_own_stays_in_its_cell(tmp_path: Path) -> None:
     fused = [row("standard-fused", 1, ms, "nvlink_fused", cell_link=link)
              for ms, link in ((2.0, "nvlink_nccl"), (3.0, "pcie_shm_tp8"))]  # fmt: skip

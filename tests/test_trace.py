@@ -73,7 +73,7 @@ def profiled(lag: int, lanes: int, link: int = 24) -> tuple[list[dict[str, Any]]
         events.append({"cat": "kernel", "name": name, "ts": 1e6 + begin, "dur": end - begin, "args": about})
 
     add("_embed", 0, 2, 7)
-    add("_travel", 2, 2 + link, 20)
+    add("_emulate_all_reduce", 2, 2 + link, 20)
     free = {"attention": 2.0 + link, "MLP": 2.0 + link}
     linked = 2.0 + link
     for layer in range(LAYERS):
@@ -90,12 +90,12 @@ def profiled(lag: int, lanes: int, link: int = 24) -> tuple[list[dict[str, Any]]
             compute.append(Span(f"{kind} {layer}", arrived / 1e3, at / 1e3))
             for lane in (kind,) if lanes == 2 else free:
                 free[lane] = at
-            add("_travel", max(at, linked), max(at, linked) + link, 20)
+            add("_emulate_all_reduce", max(at, linked), max(at, linked) + link, 20)
             linked = max(at, linked) + link
             sums.append(linked)
     add("_gemv", linked - 2, linked + 30, 7, 49184)  # the head, launched like attention's first
     add("_argmax", linked + 30, linked + 33, 20)
-    add("_travel", linked + 33, linked + 57, 7)
+    add("_emulate_all_reduce", linked + 33, linked + 57, 7)
     return events, compute, waits
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder.errors import LadderError
-from ladder.wiring import Out, SubBlock, Wiring, canonical, independent, row
+from ladder.wiring import EXAMPLES, Out, SubBlock, Wiring, canonical, independent, row
 
 REDUCE, HOLD, LOCAL = Out.REDUCE, Out.HOLD, Out.LOCAL
 
@@ -109,12 +109,12 @@ names = st.one_of(
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_table(name: str) -> None:
-    layers, sums = TABLE[name]
+    layers, all_reduces = TABLE[name]
     expected = [(SubBlock(a, out_a), SubBlock(m, out_m)) for a, out_a, m, out_m in layers]
     wiring = Wiring.parse(name, 12)
     assert list(wiring.sub_blocks()[:3]) == expected
     assert len(wiring.sub_blocks()) == 12
-    assert wiring.sums() == sums
+    assert wiring.all_reduces() == all_reduces
 
 
 @pytest.mark.parametrize("pattern, expected", [
@@ -174,6 +174,26 @@ def test_refused(text: str) -> None:
     message = str(caught.value)
     assert REFUSED[text] in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "near"),
+    [
+        ("laddr", "laddr", "ladder"),
+        ("standard:3 laddr:3", "laddr", "ladder"),
+        ("ladder:3 standart:3", "standart", "standard"),
+        ("ladder paralel@1-2", "paralel", "parallel"),
+        ("desync2x@0,5", "desync2x", "desync-2x"),
+        ("ladder:2 paralel-1:4", "paralel-1", "parallel-1"),
+    ],
+)
+def test_the_nearest_name_is_that_of_the_wrong_part(text: str, wrong: str, near: str) -> None:
+    with pytest.raises(LadderError, match=f"^unknown wiring '{wrong}': known are .*; the nearest is '{near}'$"):
+        Wiring.parse(text, 6)
+
+
+def test_every_example_is_a_name() -> None:
+    assert [canonical(name) for name in EXAMPLES] == list(EXAMPLES)
 
 
 def test_the_constructor_refuses_unknown_names_too() -> None:

@@ -7,7 +7,7 @@ from ladder.chat.partner import Message, continued
 from ladder.engine.llm import LLM
 from ladder.engine.options import SamplingParams
 from ladder.engine.setup import Setup
-from ladder.engine.text import encode
+from ladder.engine.text import encode, encode_chat
 from ladder.errors import LadderError
 
 NO_TEMPLATE = "this model has no chat template: it continues the text, yours and its own"
@@ -41,23 +41,12 @@ class LocalPartner:
         if not self._templated:
             return encode(self._tokenizer, continued(messages))[-room:]
         left = list(messages)
-        while len(tokens := self._encoded(left)) > room:
+        while len(tokens := encode_chat(self._tokenizer, [each._asdict() for each in left])) > room:
             first = next((at for at, message in enumerate(left) if message.role != "system"), len(left))
             if len(left) - first < 2:
                 raise LadderError(f"the message has {len(tokens)} tokens, the model's context is {self._context}")
             del left[first : first + 2]  # a question and its answer
         return tokens
-
-    def _encoded(self, messages: Sequence[Message]) -> list[int]:
-        raw = [message._asdict() for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(raw, tokenize=False, add_generation_prompt=True)
-        except ImportError:
-            raise LadderError("chat templates need jinja2: pip install jinja2") from None
-        except Exception as error:  # a template raises what it likes
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise LadderError(f"the model's chat template refuses this conversation: {reason}") from None
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False).input_ids]
 
 
 def check(setup: Setup) -> Any:

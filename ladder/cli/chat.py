@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.chat.options import ChatOptions, ChatSampling, LocalOptions
-from ladder.cli.verbs import bytes_bar, verb
+from ladder.cli.verbs import verb, weights_bar
 from ladder.errors import LadderError
 
 
@@ -39,14 +39,7 @@ def _local(options: ChatOptions, engine: LocalOptions, sampling: ChatSampling, t
         engine = replace(engine, model=Path(options.target))
     setup = Setup(adopt_torchrun_size(engine))
     check(setup)
-    loaded = 0
-    with bytes_bar("loading weights") as show:
-
-        def progress(count: int) -> None:
-            nonlocal loaded
-            loaded += count
-            show(loaded, setup.weight_bytes, "loading weights")
-
+    with weights_bar(setup.weight_bytes) as progress:
         llm = LLM.load(setup, progress)
     with llm:
         Conversation(LocalPartner(llm, sampling), terminal, options.system).run()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ladder.cli.verbs import bytes_bar, verb
+from ladder.cli.verbs import verb, weights_bar
 from ladder.config.fields import read_text
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.errors import LadderError
@@ -54,14 +54,7 @@ def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) 
     given = prompts.all()
     setup = Setup(adopt_torchrun_size(engine))
     requests = setup.requests(given, sampling)
-    loaded = 0
-    with bytes_bar("loading weights") as show:
-
-        def progress(count: int) -> None:
-            nonlocal loaded
-            loaded += count
-            show(loaded, setup.weight_bytes, "loading weights")
-
+    with weights_bar(setup.weight_bytes) as progress:
         llm = LLM.load(setup, progress)
     with llm:
         # results are printed one after the other, the first unfinished one as it grows

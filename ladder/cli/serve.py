@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from ladder.cli.verbs import bytes_bar, verb
+from ladder.cli.verbs import verb, weights_bar
 from ladder.engine.options import EngineOptions
 from ladder.errors import LadderError
 from ladder.server.options import ServerOptions
@@ -39,14 +39,7 @@ def serve(served: Served, options: EngineOptions, server: ServerOptions, named: 
 
     setup = Setup(options)
     with run.bind(server) as listener:
-        loaded = 0
-        with bytes_bar("loading weights") as show:
-
-            def progress(count: int) -> None:
-                nonlocal loaded
-                loaded += count
-                show(loaded, setup.weight_bytes, "loading weights")
-
+        with weights_bar(setup.weight_bytes) as progress:
             llm = run.load(setup, server, progress)
         name = run.model_name(setup, server)
         listener.listen(run.BACKLOG)

@@ -145,9 +145,21 @@ def about(
 @contextmanager
 def bytes_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
     """A bar of bytes that are done, where there is a terminal to draw it on."""
-    with _bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+    with _bar(*_bytes_columns()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@contextmanager
+def weights_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """The same for a model's weights; called with the number of bytes that were loaded since the last call."""
+    with _bar(*_bytes_columns()) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _bytes_columns() -> tuple[ProgressColumn, ...]:
+    return TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
 
 
 @contextmanager

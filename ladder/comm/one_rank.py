@@ -26,26 +26,26 @@ class OneRank:
         self._link = link
 
     def all_reduce(self, x: Tensor) -> Pending:
-        self._travel(x, None)
+        self._emulate(x, None)
         return Completed(x)
 
     def all_reduce_and_signal(self, x: Tensor, flag: Tensor) -> tuple[Tensor, int] | None:
         """The all-reduce, in the current stream, and what it counts `flag` up to."""
-        if not self._travel(x, flag):
+        if not self._emulate(x, flag):
             flag.fill_(self.blocks)
         return x, self.blocks
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self._travel(x, None)
+        self._emulate(x, None)
         return torch.cat([x] * self.size, dim=-1)
 
-    def _travel(self, x: Tensor, flag: Tensor | None) -> bool:
+    def _emulate(self, x: Tensor, flag: Tensor | None) -> bool:
         if self._link is None or not x.is_cuda:
             return False
-        from ladder.comm.travel import travel
+        from ladder.comm.link_kernel import emulate_all_reduce
 
         nanoseconds = int(self._link.seconds(x.numel() * x.element_size()) * 1e9)
-        travel(x, flag, nanoseconds, self.blocks, self.WARPS)
+        emulate_all_reduce(x, flag, nanoseconds, self.blocks, self.WARPS)
         return True
 
 

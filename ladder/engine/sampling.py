@@ -141,42 +141,31 @@ class Sampler:
         `last` have been filled with it. `logits` [sequences, all ranks'] are float32; `positions`: the new tokens'.
         Returns the log-probabilities, if a sequence asks for them.
         """
-        if any(not each.spec.params.greedy for each in sequences):
-            self._sample(logits, sequences, slots, positions, tokens, chosen)
-        wanted = [each.spec.params.logprobs for each in sequences if each.spec.params.logprobs is not None]
-        if not wanted:
-            return None
-        logits = logits[:, : self._vocab]
-        total = logits.logsumexp(-1, keepdim=True)
-        own = logits.gather(1, chosen.clamp(min=0).unsqueeze(1)) - total
-        top, ids = logits.topk(max(1, *wanted), dim=-1)
-        return own[:, 0], top - total, ids
-
-    def _sample(
-        self,
-        logits: Tensor,
-        sequences: Sequence[RunningSequence],
-        slots: Tensor,
-        positions: Tensor,
-        tokens: Tensor,
-        chosen: Tensor,
-    ) -> None:
-        seeds, until = self._numbers
-        adjusts = any(each.spec.params.adjusts for each in sequences)
-        if adjusts:
-            assert self._known is not None
-            logits = self._launch.adjust(
-                logits, self._params, self._known, self._bias, until, slots, positions, self._vocab
-            )
         params = [each.spec.params for each in sequences]
-        searches = any(each.top_k for each in params), any(each.top_p < 1 for each in params)
-        self._launch.sample(
-            logits, self._params, seeds, slots, positions, chosen, tokens, self.last, self._scratch, self._vocab,
-            searches,
-        )  # fmt: skip
-        if adjusts:
-            assert self._known is not None
-            self._launch.note(self._known, slots, chosen)
+        if any(not each.greedy for each in params):
+            seeds, until = self._numbers
+            drawn, known = logits, self._known if any(each.adjusts for each in params) else None
+            if known is not None:
+                drawn = self._launch.adjust(
+                    logits, self._params, known, self._bias, until, slots, positions, self._vocab
+                )
+            searches = any(each.top_k for each in params), any(each.top_p < 1 for each in params)
+            self._launch.sample(
+                drawn, self._params, seeds, slots, positions, chosen, tokens, self.last, self._scratch, self._vocab,
+                searches,
+            )  # fmt: skip
+            if known is not None:
+                self._launch.note(known, slots, chosen)
+        wanted = [each.logprobs for each in params if each.logprobs is not None]
+        return _logprobs(logits[:, : self._vocab], chosen, max(1, *wanted)) if wanted else None
+
+
+def _logprobs(logits: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the chosen tokens; of the `count` likeliest, and which these are."""
+    total = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, chosen.clamp(min=0).unsqueeze(1)) - total
+    top, ids = logits.topk(count, dim=-1)
+    return own[:, 0], top - total, ids
 
 
 def _columns(params: SamplingParams) -> list[float]:

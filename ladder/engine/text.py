@@ -1,6 +1,6 @@
-"""The checkpoint's tokenizer, incremental detokenization, and stop texts."""
+"""The checkpoint's tokenizer and its chat template, incremental detokenization, and stop texts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,18 @@ def encode(tokenizer: Any, prompt: str, special: bool = True) -> list[int]:
     """
     with _errors_only():
         return [int(token) for token in tokenizer(prompt, add_special_tokens=special).input_ids]
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The tokens of a conversation by the tokenizer's chat template, up to where the assistant answers."""
+    try:
+        text = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+    except ImportError:
+        raise LadderError("chat templates need jinja2: pip install jinja2") from None
+    except Exception as error:  # of Jinja, of the template itself, or whatever it does to its values
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise LadderError(f"the model's chat template refuses this conversation: {reason}") from None
+    return encode(tokenizer, text, special=False)  # the template has written them
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
 
 from ladder.checkpoint import INDEX, SINGLE, weight_files
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.config.fields import read_config
+from ladder.config.hf import KEYS
 from ladder.config.lock import locked, unlocked, wiring_of
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card
 from ladder.hf.families import layout_of
@@ -120,6 +122,7 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     except Exception as error:
         raise LadderError(f"config.json cannot be read as {model_type}: {' '.join(str(error).split())}") from None
     refuse_settings(config)
+    _check_activation(config)
     if raw.get("quantization_config"):
         raise LadderError("quantized weights cannot be adapted: convert the model they were made from")
     wiring = wiring_of(raw, layers) if pattern is None else Wiring.parse(pattern, layers)
@@ -131,6 +134,15 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     plain = {key: value for key, value in raw.items() if key not in gone}
     plain.setdefault("vocab_size", config.vocab_size)
     return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring
+
+
+def _check_activation(config: Any) -> None:
+    """Refuse a function that transformers does not have either: no model could be made of the checkpoint."""
+    if (family := NATIVE.get(config.model_type)) is None:  # Bloom, whose function is not an option
+        return
+    key = {**KEYS, **family.keys}["activation"]
+    if (name := getattr(config, key, None)) is not None:
+        check_known(f"activation function ({key})", str(name), ACT2FN)
 
 
 def _download(model: str, revision: str | None, folder: Path) -> None:

@@ -2,10 +2,10 @@
 here.
 """
 
+import re
 from dataclasses import dataclass
 
-from ladder.errors import LadderError, nearest
-from ladder.wiring import ROWS, Wiring
+from ladder.wiring import EXAMPLES, Wiring, canonical
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,9 @@ def wiring_of(arm: str, layers: int) -> Wiring:
     """The wiring behind an arm's name, or behind a pattern used as one."""
     if arm in ARMS:
         return ARMS[arm].wiring(layers)
-    try:
-        return Wiring.parse(arm, layers)
-    except LadderError as error:
-        if not str(error).startswith("unknown wiring"):
-            raise
-        raise LadderError(f"{error}; the nearest is {nearest(arm, [*ARMS, *ROWS])!r}") from None
+    if arm and not re.search(r"[\s:@]", arm):  # one name, which may be meant for an arm's
+        canonical(arm, (*ARMS, *EXAMPLES))
+    return Wiring.parse(arm, layers)
 
 
 def link_of(arm: str) -> str | None:

@@ -111,7 +111,7 @@ def measured(path: Path, engine: Engine) -> list[Target]:
         if row.get("layers", config.layers) != config.layers:
             config = config.first(row["layers"])
         name = row.get("link_name", row.get("link"))
-        without_communication = not config.rewired(row["wiring"]).wiring.sums()
+        without_communication = not config.rewired(row["wiring"]).wiring.all_reduces()
         if name == "zero" or (
             row.get("link_kind") == "real" and not without_communication
         ):  # no time of a link is known of those
@@ -201,7 +201,7 @@ def get(engine: Engine, name: str) -> float:
     value = getattr(engine, room)
     if room == "large":
         value, rest = value[rest[0]], rest[1:]
-    return float(getattr(value, rest[0]) if rest else value)
+    return float((getattr(value, rest[0]) if rest else value) or 0.0)  # None: the engine does not have it
 
 
 def put(engine: Engine, name: str, value: float) -> Engine:

@@ -40,6 +40,7 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("tpot_ms_q3", "q3", 2),
     ("model_ms", "model's TPOT ms", 2),
     ("all_reduces", "all-reduces", 0),
+    ("lanes", "lanes", 0),
     ("comm_ms", "comm ms", 2),
     ("exposed_ms", "exposed ms", 2),
     ("hidden", "hidden", 2),

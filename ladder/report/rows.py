@@ -53,6 +53,7 @@ class Row:
     prefill_tflop_s: float | None = None
     prefill_share: float | None = None
     all_reduces: float | None = None
+    lanes: int | None = None
     comm_ms: float | None = None
     exposed_ms: float | None = None
     hidden: float | None = None

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -30,10 +31,10 @@ class Answer(Protocol):
         ...
 
 
-class _Format:
-    object_whole = ""
-    object_part = ""
-    prefix = ""
+class _Format(ABC):
+    object_whole: str
+    object_part: str
+    prefix: str
 
     def __init__(self, model: str, asked: Asked, texts: TokenTexts) -> None:
         self._texts = texts
@@ -51,8 +52,9 @@ class _Format:
         part = {"object": self.object_part, **self._common, "choices": [choice]}
         return part | ({"usage": None} if self._asked.include_usage else {})
 
+    @abstractmethod
     def _choice(self, request: Request) -> dict[str, Any]:
-        raise NotImplementedError
+        """A finished request."""
 
 
 class CompletionAnswer(_Format):

@@ -187,7 +187,7 @@ def _comm(cell: Cell, comm: Comm) -> Comm:
 
 
 def _without_communication(cell: Cell) -> bool:
-    return not Wiring.parse(cell.wiring, cell.layers).sums()
+    return not Wiring.parse(cell.wiring, cell.layers).all_reduces()
 
 
 def _peak_memory(device: torch.device) -> float:
@@ -221,7 +221,7 @@ def figures(cell: Cell, config: ModelConfig, timings: Timings, peak: dict[str, f
     read = costs.step_bytes(cell.batch, cell.context) / tpot / 1e9
     work = costs.prompt_operations(cell.batch, cell.prompt) / ttft / 1e9
     all_reduces = (
-        0 if cell.tp == 1 or _without_communication(cell) else Wiring.parse(cell.wiring, cell.layers).sums() + 1
+        0 if cell.tp == 1 or _without_communication(cell) else Wiring.parse(cell.wiring, cell.layers).all_reduces() + 1
     )
     comm = all_reduces * timings.all_reduce + timings.all_gather if all_reduces else 0.0
     exposed = max(0.0, tpot - timings.none)

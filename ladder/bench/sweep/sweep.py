@@ -127,10 +127,11 @@ COLUMNS = ("arm", "TTFT ms", "TPOT ms", "p99", "tokens/s", "speed-up", "comm ms"
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Arms under each other, cell by cell. `speed-up` is tokens/s over those of the cell's standard arm, `of peak` the
-    share of the measured rate of reading memory.
+    share of the measured rate of reading memory, `lanes` those of the chosen schedule, which not every line names.
     """
     grid = Table(caption=_caption(rows))
-    for name in COLUMNS:
+    with_lanes = any("lanes" in row for row in rows)
+    for name in (*COLUMNS, *(["lanes"] if with_lanes else [])):
         grid.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     groups = [list(group) for _, group in groupby(rows, lambda row: tuple(row[name] for name in _CELL))]
     titles = [_title(some[0]) for some in groups]
@@ -142,7 +143,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             grid.add_row(Text("\n".join(part for part in title if part not in common), style="bold"))
         base = next((row["tokens_per_s"] for row in some if row["arm"] == "standard"), None)
         for row in some:
-            grid.add_row(*_shown(row, base))
+            grid.add_row(*_shown(row, base), *([str(row.get("lanes", "-"))] if with_lanes else []))
     return grid
 
 

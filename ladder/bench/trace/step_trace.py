@@ -96,7 +96,7 @@ def step_of(kernels: Sequence[Kernel], model: Decoder, name: str, lanes: int = 1
     """When the step's sub-blocks computed. One computes from when all it waits for has arrived; its kernels may start
     before.
     """
-    emulated = [kernel for kernel in kernels if "travel" in kernel.name][:-1]  # the last is the all-gather
+    emulated = [kernel for kernel in kernels if "emulate_all_reduce" in kernel.name][:-1]  # the last is the all-gather
     comm = [Span(f"all-reduce {n}", kernel.begin, kernel.end) for n, kernel in enumerate(emulated)]
     products = [kernel for kernel in kernels if "gemv" in kernel.name or kernel.is_attend]
     parts, sums = parts_of(model), comm[1:]  # the first all-reduce is the embedding's

@@ -10,7 +10,7 @@ _WORD = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 
 @triton.jit
-def _travel(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+def _emulate_all_reduce(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
     begun = cuda.globaltimer()
     block = tl.program_id(0)
     for at in range(block * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -26,14 +26,14 @@ def _travel(x, n, flag, nanoseconds, FLAG: tl.constexpr, BLOCK: tl.constexpr):
         tl.atomic_add(flag, 1, sem="release", scope="gpu")
 
 
-def travel(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int, warps: int = WARPS) -> None:
+def emulate_all_reduce(x: Tensor, flag: Tensor | None, nanoseconds: int, blocks: int, warps: int = WARPS) -> None:
     """x <- x, no sooner than after `nanoseconds`; then flag <- flag + 1 from each of the blocks.
 
     Messages of megabytes are moved by more threads in each block: that must not take longer than their link.
     """
     words = x.view(-1).view(_WORD[x.element_size()])
     large = words.numel() >= 1 << 19
-    _travel[(blocks,)](
+    _emulate_all_reduce[(blocks,)](
         words,
         words.numel(),
         flag,
