@@ -5,7 +5,7 @@ python -m experiments.throughput WIRING|vllm [SIZE [LOAD ...]] >> results/throug
 The same requests for every engine: 256 and 1,024 of them, prompts of 128 to 1,024 random tokens, outputs of 64 to 512
 tokens, temperature 0.8 and top-p 0.95, all at once and at a Poisson rate; weights are random. With LONG in place of a
 load: short requests, several at a time, alone for a while, and then for as long as another one with a prompt of
-100,000 tokens is read.
+100,000 tokens is read (20,000 on a CPU).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from ladder.engine.async_llm import AsyncLLM
 
 LOADS = {"256": (256, None), "256@12": (256, 12.0), "1024": (1024, None), "1024@24": (1024, 24.0)}
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-LONG, SHORT = 100_000, 64  # tokens of the long prompt; of short outputs
+LONG, SHORT = (100_000 if DEVICE != "cpu" else 20_000), 64  # tokens of the long prompt; of short outputs
 SEQUENCES, AT_ONCE = (256, 32) if DEVICE != "cpu" else (16, 8)  # at most; short ones beside a long one
 WARM_UP = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # requests at once, before anything is measured
 MEMORY = 60.0 if DEVICE != "cpu" else 2.0  # GB of our KV cache
