@@ -33,6 +33,7 @@ class _Lines(logging.Handler):
 
 def level_number(name: str) -> int:
     """A level by its name."""
+    name = name.lower()
     check_known("log level", name, LEVELS)
     return logging.getLevelNamesMapping()[name.upper()]
 

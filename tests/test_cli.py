@@ -80,7 +80,7 @@ def test_text_comes_in_the_order_of_the_prompts(run: Run, model: Path) -> None:
 
 def test_every_flag_reaches_the_engine(run: Run, model: Path) -> None:
     flags = "--max-new-tokens 30 --temperature 0.9 --top-k 40 --top-p 0.9 --seed 8 --wiring ladder@1-2 --dtype float64"
-    flags += " --device cpu --tp 2 --emulate-link 10us,1GB/s --cache-dtype auto --json"
+    flags += " --device cpu --tp 2 --emulate-link 10us,1GB/s --json"
     _, out, _ = run("generate", "--model", model, "--prompt", "abc", *flags.split())
     with LLM(model, wiring="ladder@1-2", dtype="float64") as llm:
         free = llm.generate(["abc"], SamplingParams(30, 0.9, 40, 0.9, 8))[0]

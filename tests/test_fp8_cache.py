@@ -366,4 +366,4 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], tmp_path: Pa
     plain, fp8 = (run("generate", *arguments, "--cache-dtype", dtype) for dtype in ("auto", "fp8"))
     with LLM(tmp_path, cache_dtype="fp8") as llm:
         expected = llm.generate([[5, 17, 9]], SamplingParams(12))[0].token_ids
-    assert fp8[0] == 0 and fp8[1].split() == list(map(str, expected)) and plain[0] == 0
+    assert fp8[0] == 0 and fp8[1].split() == list(map(str, expected)) and plain[0] == 0 and plain[1] != fp8[1]

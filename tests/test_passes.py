@@ -28,6 +28,7 @@ from ladder.errors import LadderError
 from ladder.jit import PRESENT
 from ladder.kernels.launch import Launch, References
 from ladder.kernels.sampling.argmax import choose, choose_reference
+from ladder.layers.cache import RESERVED
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests.checkpoints import tiny
@@ -74,6 +75,14 @@ class Recorded:
         return results if isinstance(results, tuple) else (results,)
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[ScheduledBatch]:
+    """The passes of prompts and sequences that are decoded, from now on."""
+    joined: list[ScheduledBatch] = []
+    both = ScheduledBatch.joined
+    monkeypatch.setattr(ScheduledBatch, "joined", lambda *given: joined.append(both(*given)) or joined[-1])
+    return joined
+
+
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """Batches filled up with the spare slot, prompts filled up at their end, kernels for longer sequences."""
@@ -85,9 +94,7 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
         return graph, graph._results
 
     monkeypatch.setattr(graphs, "_capture", capture)
-    joined: list[ScheduledBatch] = []
-    both = ScheduledBatch.joined
-    monkeypatch.setattr(ScheduledBatch, "joined", lambda *given: joined.append(both(*given)) or joined[-1])
+    joined = noted(monkeypatch)
     params = SamplingParams(16, temperature, seed=4)
     monkeypatch.setattr(graphs, "NEAREST", 64)
     long = [[9] * 250, [3] * 20]
@@ -112,12 +119,14 @@ def test_a_warm_up_captures_every_size_and_changes_no_token(monkeypatch: pytest.
     monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
     found = []
     for warm in (False, True):
-        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 64, References(), True)
+        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 512, References(), True)
         captured = runner._passes._graphs
         assert captured is not None
         if warm:
+            joined = noted(monkeypatch)
             assert runner.warm_up() == [1, 2, 4, 8] == sorted(size for size, _ in captured._captured)
-            assert not runner.busy and runner.free_slots == 5
+            assert not runner.busy and runner.free_slots == 5 and joined
+            assert sorted(captured._prompts) == [16, 32, 64, 128, 256]
         runner.apply(
             AddSequence(SequenceSpec(id, tuple(prompt), 16, SamplingParams(16, 0.8 * id, seed=id)))
             for id, prompt in enumerate(PROMPTS)
@@ -130,7 +139,10 @@ def test_a_warm_up_captures_every_size_and_changes_no_token(monkeypatch: pytest.
         found.append(tokens)
         assert not warm or len(captured._captured) == known
     assert found[0] == found[1]
-    assert ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 64).warm_up() == []
+    model = load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15))
+    assert ModelRunner(model, 5, 64).warm_up() == []
+    assert ModelRunner(model, 5, 64, References(), True, RESERVED + 1).warm_up() == []  # no room for such requests
+    assert ModelRunner(model, 5, 64, References(), True, RESERVED + 2).warm_up() == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,6 +2,7 @@
 sequence finds its own tokens in its blocks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder.engine.blocks import BlockPool, names_of
-from ladder.engine.executors.pace import SHARE, Pace
+from ladder.engine.executors.pace import MOST, SHARE, Pace
 from ladder.engine.model_runner import NewToken
 from ladder.engine.options import SamplingParams
 from ladder.engine.scheduler import LONG, SMALL, RunningSequence, ScheduledBatch, Scheduler, SequenceSpec, finish_reason
@@ -260,36 +261,78 @@ def test_a_long_prompt_waits_for_those_that_are_decoded() -> None:
 
 @dataclass
 class Clocked:
-    """A runner with a clock: a step takes 1, a piece of a long prompt 10 more; with `late` the next step takes them."""
+    """A runner with a clock: a step takes `usual`, a piece of a long prompt `cost` more; with `late`, the next step."""
 
     late: bool
+    usual: float = 0.1
+    cost: float = 1.0
     now: float = 0.0
     pieces: int = 0
     holds_back: bool = True
-    read: tuple[bool, bool] = (False, False)
-    reads_long: bool = False
+    read_long: bool = False
     before: float = 0.0
 
     def step(self) -> list[NewToken]:
-        extra, self.read = 10.0 * self.reads_long, (self.reads_long, self.reads_long)
-        self.now += 1.0 + (self.before if self.late else extra)
-        self.pieces += self.reads_long
+        extra = self.cost * self.read_long
+        self.now += self.usual + (self.before if self.late else extra)
+        self.pieces += self.read_long
         self.before = extra
         return []
 
 
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clocked, int], None]:
+    """Run so many steps; `pieces` and the clock begin anew."""
+    paces: dict[int, Pace] = {}
+
+    def run(runner: Clocked, steps: int) -> None:
+        monkeypatch.setattr("ladder.engine.executors.pace.time.perf_counter", lambda: runner.now)
+        pace = paces.setdefault(id(runner), Pace(runner))  # type: ignore[arg-type]
+        runner.now, runner.pieces = 0.0, 0
+        for _ in range(steps):
+            runner.read_long = bool(pace.due) or not runner.holds_back
+            pace.step()
+
+    return run
+
+
 @pytest.mark.parametrize("late", (False, True))
-def test_pieces_of_long_prompts_cost_a_share_of_the_time(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Clocked(late)
-    monkeypatch.setattr("ladder.engine.executors.pace.time.perf_counter", lambda: runner.now)
-    pace = Pace(runner)  # type: ignore[arg-type]
-    assert not pace.due  # it is not known yet what a step takes
-    for _ in range(2000):
-        runner.reads_long = bool(pace.due)
-        pace.step()
-    assert 0.9 * SHARE < (runner.now - 2000) / 2000 < 1.1 * SHARE and runner.pieces > 20
+@pytest.mark.parametrize("usual", (0.1, 2.0))
+def test_pieces_of_long_prompts_cost_a_share_of_the_time(
+    paced: Callable[[Clocked, int], None], late: bool, usual: float
+) -> None:
+    runner = Clocked(late, usual)
+    paced(runner, 1)
+    assert runner.pieces == 0  # it is not known yet what a step takes
+    paced(runner, 3000)
+    assert 0.8 * SHARE < runner.now / (3000 * usual) - 1 < 1.1 * SHARE and runner.pieces > 20
+
+
+def test_what_costs_nobody_anything_is_not_paid_back(paced: Callable[[Clocked, int], None]) -> None:
+    """Pieces that were read alone, and a debt that is left when there is nothing to hold back."""
+    runner = Clocked(late=False)
+    paced(runner, 20)
     runner.holds_back = False
-    assert not pace.due
+    paced(runner, 400)
+    assert runner.pieces == 400
+    runner.holds_back = True
+    paced(runner, 2)
+    assert runner.pieces == 1
+
+
+def test_steps_that_became_slower_are_no_cost_of_pieces(paced: Callable[[Clocked, int], None]) -> None:
+    runner = Clocked(late=False, usual=0.03)
+    paced(runner, 1000)
+    runner.usual = 0.3
+    paced(runner, 1000)
+    assert runner.pieces > 0.7 * 1000 * 0.3 * SHARE
+
+
+def test_a_piece_comes_in_the_end(paced: Callable[[Clocked, int], None]) -> None:
+    """However long the last one took, because kernels were compiled for one."""
+    runner = Clocked(late=False, usual=0.01, cost=1000.0)
+    paced(runner, 2 + int(MOST / SHARE / 0.01) + 2)
+    assert runner.pieces == 2
 
 
 def test_the_lowest_slot_is_taken_first_and_unknown_sequences_are_no_error() -> None:

@@ -127,7 +127,8 @@ class Forward:
         look only at themselves, so nothing depends on the slots but where their keys and values go.
         """
         metadata = replace(beginning, slots=slots, tables=self.cache.tables)
-        return self.model.run(self._prefill, tokens, metadata, self.cache, last)
+        with sdpa_kernel(ATTENTION) if tokens.is_cuda else nullcontext():
+            return self.model.run(self._prefill, tokens, metadata, self.cache, last)
 
 
 def likeliest(

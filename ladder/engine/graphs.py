@@ -108,6 +108,11 @@ class Graphs:
         return found[best]
 
 
+def prompt_widths(most: int) -> list[int]:
+    """Lengths up to `most` that short prompts are filled up to."""
+    return sorted({Graphs.width(count) for count in range(1, min(LAUNCHED, most) + 1) if Graphs.width(count) <= most})
+
+
 def buckets(most: int) -> list[int]:
     """Sizes that batches of up to `most` sequences are filled up to."""
     return sorted({bucket(count) for count in range(1, most + 1)})

@@ -34,13 +34,24 @@ def cache_blocks(options: EngineOptions, config: ModelConfig, comm: Comm, device
     counts = comm.all_gather(torch.tensor([[float(found)]], device=device))
     blocks = int(counts.min())
     if blocks < 1:
-        raise LadderError(
-            f"no memory for a KV cache: a block of {BLOCK} tokens takes {size / 1e6:.1f} MB on each rank, there are "
-            f"{mine / 1e6:.1f} MB: " + ("raise --memory" if given is not None else "use more ranks")
-        )
+        raise _too_little(size, mine, "use more ranks")
     if comm.rank == 0:
         logger.info("KV cache: %d tokens, %.2f GB on each rank", blocks * BLOCK, blocks * size / 1e9)
     return RESERVED + blocks
+
+
+def check_memory(options: EngineOptions, config: ModelConfig) -> None:
+    """Refuse a budget that is too small for one block, before anything is loaded."""
+    size = KVCache.block_bytes(config, options.tp, cache_dtype(options, config))
+    if options.memory is not None and int(options.memory * 1e9) < (RESERVED + 1) * size:
+        raise _too_little(size, int(options.memory * 1e9), "raise --memory")
+
+
+def _too_little(size: int, there: int, remedy: str) -> LadderError:
+    return LadderError(
+        f"no memory for a KV cache: a block of {BLOCK} tokens takes {size / 1e6:.1f} MB on each rank, and three are "
+        f"the least; there are {there / 1e6:.1f} MB: {remedy}"
+    )
 
 
 def _free(device: torch.device, size: int, named: str) -> int:

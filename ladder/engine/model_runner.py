@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ladder.engine.blocks import BlockPool
-from ladder.engine.graphs import buckets
+from ladder.engine.graphs import buckets, prompt_widths
 from ladder.engine.options import SamplingParams
 from ladder.engine.passes import Passes
 from ladder.engine.requests import TokenLogprobs
@@ -18,6 +18,7 @@ from ladder.layers.cache import BLOCK, RESERVED
 from ladder.model import Decoder
 
 logger = logging.getLogger(__name__)
+SHORT, TRIED = 20, 6  # tokens of the prompts and outputs of a warm-up
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ class ModelRunner:
         """
         if blocks is None:
             blocks = RESERVED + slots * -(-model.config.context // BLOCK)
-        self._eos = model.config.eos
+        self._eos, self._vocab, self._context = model.config.eos, model.config.vocab, model.config.context
         self._scheduler = Scheduler(slots, chunk, BlockPool(blocks))
         self._passes = Passes(model, slots, blocks, launch, graphs, cache_dtype)
         self._ahead: list[tuple[ScheduledBatch, Chosen]] = []  # passes of the last step whose tokens were not read yet
         self._reads_long = False
-        self.read = (False, False)  # whether the last step read prompts, and a long one
+        self.read_long = False  # whether the last step read a piece of a long prompt
         self.stopped = False
 
     @property
@@ -104,17 +105,33 @@ class ModelRunner:
         return self._scheduler.blocks.count * BLOCK
 
     def warm_up(self) -> list[int]:
-        """Compile and capture what decoding needs, by short requests in batches of every size, which are returned. All
-        ranks do it at the same time.
+        """Compile and capture what short sequences need, by such requests in batches of every size, which are returned.
+        All ranks do it at the same time.
         """
-        kinds = [SamplingParams(3), SamplingParams(3, temperature=1.0, top_k=20, top_p=0.9, seed=0)]
-        sizes = buckets(len(self._scheduler.free)) if self._passes.asynchronous else []
+        most = min(self.room, self._context) - TRIED
+        if not self._passes.asynchronous or most < SHORT:
+            return []
+        for width in prompt_widths(most):
+            self._try(1, width)
+        sizes = buckets(len(self._scheduler.free))
         for size in sizes:
-            for id in range(size):
-                self._scheduler.add(SequenceSpec(id, (0,) * 20, 3, replace(kinds[id % 2], ignore_eos=True)))
+            self._try(size, SHORT)
+        return sizes
+
+    def _try(self, count: int, length: int) -> None:
+        """So many requests of all kinds, each with a prompt of its own; half of them come while others are decoded."""
+        greedy = SamplingParams(TRIED, ignore_eos=True)
+        drawn = replace(greedy, temperature=1.0, seed=0)
+        kinds = (greedy, drawn, replace(drawn, top_k=20, top_p=0.9))
+        for first in range(len(kinds) if count < len(kinds) else 1):
+            for id in range(count):
+                if id == count // 2 > 0:
+                    self.step()  # reads the prompts of the first half
+                    self.step()
+                tokens = tuple((first + length + id + number) % self._vocab for number in range(length))
+                self._scheduler.add(SequenceSpec(id, tokens, TRIED, kinds[(first + id) % len(kinds)]))
             while self.busy:
                 self.step()
-        return sizes
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Carry out commands, in order."""
@@ -144,7 +161,7 @@ class ModelRunner:
             self._passes.begin(sequence)
         # both batches are chosen before either is computed: a prompt that ends here is decoded from the next step on
         batches = [scheduler.decode_batch(), prompts := scheduler.prefill_batch(self._reads_long)]
-        self._reads_long, self.read = False, (prompts is not None, prompts is not None and prompts.long)
+        self._reads_long, self.read_long = False, prompts is not None and prompts.long
         if scheduler.moved:
             self._passes.move(list(scheduler.moved.values()))
             scheduler.moved.clear()

@@ -50,8 +50,8 @@ class EngineOptions:
     )
     prefill_chunk: int = option(
         None,
-        "Tokens of prompts that are read in one step, at most, between two of decoding; default: 4096 on a GPU, "
-        "else 512.",
+        "Tokens of prompts that are read in one step, at most, beside a token of every other request; default: 4096 on "
+        "a GPU, else 512.",
     )
     expert_parallel: bool = option(False, "Each rank has some experts as a whole, instead of a slice of every expert.")
     timeout: float = option(60.0, "Seconds after which a rank that does not answer has failed.")
@@ -148,8 +148,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise LadderError(f"{name} must be from -2 to 2, not {getattr(self, name)}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise LadderError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise LadderError(f"seed must be from -2^63 to 2^63 - 1, not {self.seed}")
         if "" in self.stop:
             raise LadderError("stop must not be an empty text")
         if len(self.stop_token_ids) > MOST_STOPS:

@@ -149,7 +149,8 @@ class Scheduler:
         self.blocks.share(shared)
         sequence.blocks = [*shared, *(self.blocks.take() for _ in range(count - len(shared)))]
         sequence.unread, sequence.computed = unread, len(shared) * BLOCK
-        sequence.long = len(unread) - sequence.computed > self._long
+        # one that is read again after a preemption has been answered already: it does not wait
+        sequence.long = not sequence.new and len(unread) - sequence.computed > self._long
         return True
 
     def preempt(self) -> RunningSequence:
@@ -217,7 +218,7 @@ class Scheduler:
             pieces.append(piece)
         oldest = next((each for each in reading if each.long), None)
         if oldest is not None and (long or not self._going_on()):
-            sequences.append(oldest)
+            sequences.append(oldest)  # the last one: see `ScheduledBatch.long`
             pieces.append(oldest.unread[oldest.computed : oldest.computed + min(SMALL, self.chunk)])
         starts = tuple(each.computed for each in sequences)
         for sequence, piece in zip(sequences, pieces, strict=True):

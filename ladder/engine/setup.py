@@ -10,6 +10,7 @@ from ladder.comm.base import RankOnly
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
 from ladder.devices import converts_fp8, cpu_multiplies_bfloat16, device
+from ladder.engine.memory import check_memory
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.requests import Prompt, Request
 from ladder.engine.text import Text, encode, load_tokenizer
@@ -49,6 +50,7 @@ class Setup:
         if options.cache_dtype == "fp8" and config.dtype == "float64":
             raise LadderError("cache_dtype fp8 is not for float64 models: use another --dtype")
         config.check_degree(options.tp, options.expert_parallel)
+        check_memory(options, config)
         if config.ranks not in (1, options.tp):
             raise LadderError(
                 f"{options.model} was trained for {config.ranks} ranks, not {options.tp}: give --tp {config.ranks}"

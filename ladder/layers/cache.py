@@ -160,7 +160,8 @@ class PrefillMetadata(Metadata):
             end = row + len(begins) * count
             pieces.append(_pieces(begins, positions[row:end].view(-1, count), owners[row:end:count], tables, config))
             row = end
-        return cls(owners, positions, *ropes.angles(positions), tables, seen, tuple(pieces), decoded)
+        reach = max(starts[:decoded], default=seen - 1) + 1  # kernels are chosen for the rows that are decoded
+        return cls(owners, positions, *ropes.angles(positions), tables, reach, tuple(pieces), decoded)
 
 
 def _pieces(starts: Sequence[int], positions: Tensor, slots: Tensor, tables: Tensor, config: ModelConfig) -> Pieces:

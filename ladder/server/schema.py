@@ -100,8 +100,6 @@ def _asked(
         "logit_bias": _logit_bias(fields),
     }
     given = {"temperature": 1.0} | {name: value for name, value in given.items() if value is not None}
-    if "seed" in given:
-        given["seed"] %= 2**63  # OpenAI's may be negative
     given |= {"ignore_eos": fields.boolean("ignore_eos"), "logprobs": logprobs, "max_new_tokens": limit}
     options, stream = fields.object("stream_options"), fields.boolean("stream")
     if options is not None and not stream:

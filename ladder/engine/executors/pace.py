@@ -8,22 +8,27 @@ from collections.abc import Sequence
 from ladder.engine.model_runner import Command, ModelRunner, NewToken, ReadLong
 
 SHARE = 0.15  # of the time that decoding takes
+MOST = 5.0  # seconds of debt: a piece comes in the end, whatever the last one took
 REMEMBERED = 16  # steps
 
 
 class Pace:
-    """The first rank's clock. What a piece costs is paid back by steps without one."""
+    """The first rank's clock. What a piece costs those that are decoded is paid back by their steps."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._plain: deque[float] = deque(maxlen=REMEMBERED)  # seconds of steps that only decoded
+        self._recent: deque[float] = deque(maxlen=REMEMBERED)  # seconds of steps without a piece
         self._debt = 0.0  # seconds that pieces have cost
-        self._before = (False, False)  # of the last step: whether it read a prompt, and a long one
+        self._shared = False  # whether the next step is one of others, too
+        self._long = False  # whether the last step read a piece
 
     @property
     def due(self) -> Sequence[Command]:
         """What is added to the commands before the next step."""
-        return [ReadLong()] if self._runner.holds_back and self._plain and self._debt <= 0 else ()
+        self._shared = self._runner.holds_back
+        if not self._shared:  # nobody is held up
+            self._debt = 0.0
+        return [ReadLong()] if self._shared and self._recent and self._debt <= 0 else ()
 
     def step(self) -> list[NewToken]:
         """The runner's step, timed."""
@@ -33,15 +38,11 @@ class Pace:
         return tokens
 
     def _note(self, seconds: float) -> None:
-        """Passes may be computed while the next step is prepared: a step's time is that of both."""
-        before, self._before = self._before, self._runner.read
-        read, long = self._before
-        if long or before[1]:
-            self._debt += max(0.0, seconds - self._usual(seconds))
-            return
-        if not (read or before[0]):
-            self._plain.append(seconds)
-        self._debt = max(0.0, self._debt - SHARE * self._usual(seconds))
-
-    def _usual(self, seconds: float) -> float:
-        return statistics.median(self._plain) if self._plain else seconds
+        """Passes may be computed while the next step is prepared: a piece may take its time there."""
+        costly, self._long = self._long or self._runner.read_long, self._runner.read_long
+        if not costly:
+            self._recent.append(seconds)
+        if self._shared and self._recent:
+            usual = statistics.median(self._recent)
+            cost = max(0.0, seconds - usual) if costly else 0.0
+            self._debt = min(MOST, max(0.0, self._debt + cost - SHARE * usual))
