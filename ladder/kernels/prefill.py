@@ -48,13 +48,13 @@ class Prefill(FusedReader):
         assert isinstance(metadata, PrefillMetadata) and cache is not None
         keys, values = cache.keys[block.layer], cache.values[block.layer]
         qkv = self.norms_of_all_heads(stream, block, qkv)
-        first = metadata.decoded
-        turned = self.launch.rotate_write(qkv[first:], block, metadata.rows(first), keys, values)
+        first, (newest, others) = metadata.decoded, metadata.parts
+        turned = self.launch.rotate_write(qkv[first:], block, others, keys, values)
         q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=1)
         y = block.over_pieces(q, k, v, metadata, keys, values)
         if not first:
             return y
-        decoded = self.launch.attend(qkv[:first].unsqueeze(0), block, metadata.rows(0, first), keys, values)
+        decoded = self.launch.attend(qkv[:first].unsqueeze(0), block, newest, keys, values)
         return torch.cat([decoded, y])
 
     def experts(self, stream: ResidualStream, out: Out, block: ExpertMLP, x: Tensor) -> None:

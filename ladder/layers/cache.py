@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -106,9 +107,8 @@ class Metadata:
     tables: Tensor  # the cache's
     reach: int  # positions that kernels are chosen for: the longest sequence, about
 
-    def rows(self, begin: int, end: int | None = None) -> "Metadata":
+    def rows(self, cut: slice) -> "Metadata":
         """Of some rows only."""
-        cut = slice(begin, end)
         cos, sin = self.cos[:, cut], self.sin[:, cut]
         return replace(self, slots=self.slots[cut], positions=self.positions[cut], cos=cos, sin=sin)
 
@@ -130,6 +130,12 @@ class PrefillMetadata(Metadata):
 
     pieces: tuple[Pieces, ...]  # of the rows after those that are `decoded`
     decoded: int = 0  # rows at the beginning that are a sequence's newest token: attention as in decoding
+
+    @cached_property
+    def parts(self) -> tuple[Metadata, Metadata]:
+        """Of the rows that are decoded, and of the others."""
+        first = self.decoded
+        return self.rows(slice(first)), self.rows(slice(first, None)) if first else self
 
     @classmethod
     def of(
