@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ladder.config.quantization import DENSE, Quantization
+from ladder.config.quantization import DENSE, Quantization, Storage
 from ladder.errors import LadderError
 from ladder.layers.quantized import Quantized
 from ladder.layers.shard import Piece, Shard
@@ -58,7 +58,9 @@ def new_weight(
 ) -> StoredWeight:
     """A matrix as its checkpoint stores it, not yet filled."""
     pieces = _joined(pieces)
-    stored = {weights.of(each.name, "Conv1D" if each.transposed else "Linear"): each.name for each in pieces}
+    stored: dict[Storage, str] = {}
+    for each in pieces:
+        stored.setdefault(weights.of(each.name, "Conv1D" if each.transposed else "Linear"), each.name)
     if len(stored) > 1:
         (one, name), (other, another) = list(stored.items())[:2]
         raise LadderError(f"{name} is stored as {one}, {another} as {other}: they are one matrix here, of one format")

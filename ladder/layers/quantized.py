@@ -211,7 +211,8 @@ def _repeated(piece: Piece, unit: int, shared: Tensor) -> Tensor:
 
 def _bytes(words: Tensor) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, 4 n], the lowest first."""
-    return words.contiguous().view(torch.uint8)
+    rows, count = words.shape
+    return words.contiguous().view(-1).view(torch.uint8).view(rows, 4 * count)
 
 
 def _unpacked(piece: Piece, order: list[int] | None, plus: int, words: Tensor) -> Tensor:
