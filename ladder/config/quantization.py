@@ -16,8 +16,8 @@ GROUPS = (32, 64, 128)  # inputs of int4 that share a scale
 ELSEWHERE = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "aqlm", "vptq", "higgs", "spqr", "bitnet", "mxfp4")
 BY_NAME = {"gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "modelopt": "NVFP4 and others of ModelOpt"}
 # tensors of quantized activations and caches, which are not read
-ACTIVATION_TENSORS = (".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point")
-ACTIVATION_TENSORS += (".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point")
+_ACTIVATIONS, _CACHES = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"), ("q", "k", "v")
+ACTIVATION_TENSORS = _ACTIVATIONS + tuple(f".{each}_{end}" for each in _CACHES for end in ("scale", "zero_point"))
 logger = logging.getLogger(__name__)
 
 
