@@ -35,6 +35,7 @@ TOKENS = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(1))
 # every rank of four has a whole group of 128 in each row-parallel matrix; a vocabulary that no degree divides
 BASE: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 8, "kv_heads": 2, "head_dim": 64, "ffn": 512, "vocab": 13}
 CONFIG = ModelConfig(**BASE)
+Q = "model.layers.1.self_attn.q_proj"
 NEAR = forward(2, 512, 5)  # of float32, far below the 1e-4 that is asked for
 
 
@@ -175,6 +176,26 @@ def test_greedy_tokens(tmp_path: Path, name: str) -> None:
     assert found[0] == found[1] == found[2] and len({tuple(line) for line in found[0]}) == 2
 
 
+def test_a_quantized_head_is_not_the_embedding(tmp_path: Path) -> None:
+    """Whatever config.json says of ties, as in transformers: the files hold it."""
+    recipe, config = RECIPES["gptq-64"], replace(CONFIG, vocab=16)
+    stored, dense = quantized(drawn(config), recipe, head=True)
+    write(tmp_path, replace(config, tied=True), stored, {**recipe.settings, "lm_head": True})
+    source = checked(tmp_path)
+    assert not source.config.tied
+    found = load(Decoder(source.config), source)(TOKENS)
+    assert apart(found, logits(config, dense, Solo())["standard"]) < NEAR
+
+
+def test_tensors_of_activations_are_not_read(tmp_path: Path) -> None:
+    tensors = load_file(folder(tmp_path, "deepseek") / "model.safetensors")
+    save_file({**tensors, f"{Q}.input_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    checked(tmp_path)
+    save_file({**tensors, f"{Q}.weight_zero_point": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(LadderError, match=f"has the tensor '{Q}.weight_zero_point', which a model of"):
+        checked(tmp_path)
+
+
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     folder(tmp_path, "deepseek")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -183,9 +204,6 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     source = checked(tmp_path)
     with pytest.raises(LadderError, match=r"'model.layers.1.mlp.up_proj.weight' holds values that are not finite"):
         load(Decoder(source.config), source, check=True)
-
-
-Q = "model.layers.1.self_attn.q_proj"
 
 
 def _without(end: str) -> Callable[[Tensors], object]:
@@ -382,6 +400,23 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_package_reads_and_we_do_not(tmp_path: Path, name: str, change: dict[str, Any], message: str) -> None:
     pytest.importorskip("compressed_tensors")
     test_what_is_not_read_is_refused_by_name(tmp_path, name, change, message)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("int4-32", _group(actorder="weight")),  # the order of calibration alone
+        ("int4-32", {"sparsity_config": {"format": "dense"}, "transform_config": {}, "format": "mixed-precision"}
+         | {"config_groups": {"group_0": {**_group()["config_groups"]["group_0"], "format": "pack-quantized"}}}),
+        ("int4-128", {"config_groups": {"W4A16": ["Linear"]}}),
+        ("int8-channel", {"format": "naive-quantized"}),
+        ("fp8-block", {"format": "naive-quantized"}),
+    ],
+)  # fmt: skip
+def test_other_ways_to_say_it(name: str, change: dict[str, Any]) -> None:
+    pytest.importorskip("compressed_tensors")
+    found = read_quantization({"quantization_config": {**RECIPES[name].settings, **change}})
+    assert found.of("model.layers.0.mlp.up_proj") == RECIPES[name].storage and found.of("lm_head") == DENSE
 
 
 def test_activations_and_caches_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
