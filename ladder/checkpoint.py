@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ladder.config import ModelConfig
 from ladder.config.inside import index_table
+from ladder.config.quantization import ACTIVATION_TENSORS
 from ladder.errors import LadderError
-from ladder.layers.shard import Shard
+from ladder.layers.shard import FLOATS, Shard
 from ladder.model import Decoder
 
 SINGLE = "model.safetensors"
@@ -30,8 +31,9 @@ INDEX = "model.safetensors.index.json"
 _NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
 # buffers that older checkpoints keep beside the weights
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias")
-# safetensors' names of the types whose values convert to the model's without meaning more than themselves
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+# safetensors' names of the types that are read
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+_TYPES |= {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "I64": torch.int64}
 
 
 class Source(Protocol):
@@ -82,7 +84,8 @@ class Directory:
         if max(numbers, default=-1) + 1 != self.config.layers:
             found = max(numbers, default=-1) + 1
             raise LadderError(f"{self.path}: config.json calls for {self.config.layers} layers, the files have {found}")
-        if self.config.tied and f"{self.config.names.head}.weight" in self._shapes:
+        head = (f"{self.config.names.head}.{kind}" for kind in ("weight", "weight_packed", "qweight"))
+        if self.config.tied and not self._shapes.keys().isdisjoint(head):
             # transformers does not tie a head that the files hold; where it equals the embedding, nothing changes
             self.config = replace(self.config, tied=False)
 
@@ -94,13 +97,25 @@ class Directory:
 
     def check(self, shards: Iterable[Shard]) -> None:
         """Refuse a directory whose tensors are not those of the model's ranks, before any is read."""
-        wanted = {shard.name: shard.shape for shard in shards}
-        for name, shape in wanted.items():
-            self._check(name, shape)
+        wanted = {shard.name: shard for shard in shards}
+        for name, shard in wanted.items():
+            self._check(name, shard.shape)
+            _check_type(str(self.path), name, self._types[name], _TYPES.get(self._types[name]), shard)
+        others = _BUFFERS + (ACTIVATION_TENSORS if self.config.weights else ())
         for name in self._shapes:
             ours = name.startswith(self.config.names.layers.split(".")[0] + ".")
-            if ours and name not in wanted and not name.endswith(_BUFFERS):
+            if ours and name not in wanted and not name.endswith(others):
                 raise LadderError(f"{self.path} has the tensor {name!r}, which a model of its config.json does not")
+        self._check_values([shard for shard in wanted.values() if shard.holds is not None])
+
+    def _check_values(self, shards: list[Shard]) -> None:
+        """Of the small tensors that must be what config.json implies."""
+        for file in dict.fromkeys(self.files[shard.name] for shard in shards):
+            with safe_open(file, framework="pt") as opened:
+                for shard in (shard for shard in shards if self.files[shard.name] == file):
+                    assert shard.holds is not None
+                    if not torch.equal(opened.get_tensor(self._stored[shard.name]).long(), shard.holds().long()):
+                        raise LadderError(f"{self.path}: {shard.name!r} is not what its config.json calls for")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._shapes:
@@ -108,8 +123,6 @@ class Directory:
         if self._shapes[name] != shape:
             found, needed = list(self._shapes[name]), list(shape)
             raise LadderError(f"{self.path}: {name!r} has shape {found}, its config.json calls for {needed}")
-        if self._types[name] not in _FLOATS:
-            raise LadderError(f"{self.path}: {name!r} has type {self._types[name]}, which is not a plain float")
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
         """A view of the mapped file; the mapping lives as long as the view."""
@@ -122,14 +135,30 @@ class Directory:
 def load(model: Decoder, source: Source, check: bool = False, progress: Callable[[int], None] | None = None) -> Decoder:
     """Fill every shard of `model`. `check` refuses weights that are not finite; `progress` is told the bytes filled."""
     for shard in model.shards():
+        if shard.holds is not None:
+            continue
         piece = source.read(shard.name, shard.shape, shard.index)
-        if check and not bool(piece.isfinite().all()):
+        _check_type("the checkpoint", shard.name, str(piece.dtype), piece.dtype, shard)
+        if check and not _finite(piece):
             raise LadderError(f"the tensor {shard.name!r} holds values that are not finite (NaN or infinity)")
-        shard.target.copy_(piece)
+        shard.target.copy_(piece if shard.convert is None else shard.convert(piece))
         del piece  # closes the mapping before the next one is opened
         if progress is not None:
             progress(shard.target.numel() * shard.target.element_size())
     return model
+
+
+def _check_type(where: str, name: str, found: str, dtype: torch.dtype | None, shard: Shard) -> None:
+    if dtype not in shard.types:
+        types = " or ".join(sorted(str(each).removeprefix("torch.") for each in shard.types))
+        needed = "not a plain float" if shard.types == FLOATS else f"not {types}"
+        raise LadderError(f"{where}: {name!r} has type {found}, which is {needed}")
+
+
+def _finite(piece: Tensor) -> bool:
+    if piece.dtype is torch.float8_e4m3fn:  # it has no infinity, and one NaN of either sign
+        return bool(((piece.view(torch.uint8) & 0x7F) != 0x7F).all())
+    return bool(piece.isfinite().all())
 
 
 def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> None:
@@ -137,6 +166,8 @@ def save(model: Decoder, path: str | Path, file_bytes: int = 5_000_000_000) -> N
 
     Each file appears under its name only when it is whole, config.json last.
     """
+    if model.config.weights:
+        raise LadderError("quantized weights cannot be saved: copy the checkpoint, or save the model they come from")
     if model.comm.size != 1:
         raise LadderError(f"saving needs the whole model on one rank, this is one of {model.comm.size}")
     path = Path(path)

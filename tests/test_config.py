@@ -119,13 +119,6 @@ def test_settings_of_families_that_are_refused(
     assert "\n" not in str(caught.value) and "config.json" in str(caught.value)
 
 
-def test_an_unknown_storage_format_is_refused_before_weights_are_read() -> None:
-    config = ModelConfig.from_hf(theirs("llama-3", quantization_config={"quant_method": "awq", "bits": 4}))
-    with pytest.raises(LadderError, match=r"^quantized weights \(awq\) are not supported") as caught:
-        Decoder(config, device="meta")
-    assert "\n" not in str(caught.value)
-
-
 def test_the_context_of_longrope_is_the_original_one() -> None:
     """Beyond it the other factors would hold, for all keys anew."""
     raw = theirs("phi3-longrope")

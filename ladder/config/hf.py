@@ -8,6 +8,7 @@ from ladder.config.families import FAMILIES, Family
 from ladder.config.fields import read_config, read_json, token_ids, whole_number
 from ladder.config.lock import locked, ranks_of, unlocked, wiring_of
 from ladder.config.model import LARGEST, Experts, ModelConfig
+from ladder.config.quantization import read_quantization
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
 
@@ -97,7 +98,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         bos=raw.get("bos_token_id"),
         eos=token_ids(raw.get("eos_token_id")),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        weights=_format(raw),
+        weights=read_quantization(raw),
         wiring=wiring_of(raw, layers),
         ranks=ranks_of(raw),
     )
@@ -106,15 +107,6 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 def _number(raw: Mapping[str, Any], key: str, usual: float | None) -> float | None:
     value = raw.get(key)
     return usual if value is None else float(value)
-
-
-def _format(raw: Mapping[str, Any]) -> str:
-    quantized = raw.get("quantization_config")
-    if not quantized:
-        return "dense"
-    if not isinstance(quantized, Mapping) or not isinstance(quantized.get("quant_method"), str):
-        raise LadderError(f"quantization_config must name a quant_method, not {str(quantized)[:80]!r}")
-    return str(quantized["quant_method"])
 
 
 def _falcon(raw: Mapping[str, Any], heads: int) -> tuple[bool, str, int]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ladder.config.families import FAMILIES, Family, Names
+from ladder.config.quantization import Quantization
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
 from ladder.wiring import SubBlock, Wiring
@@ -68,7 +70,7 @@ class ModelConfig:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     dtype: str = "float32"
-    weights: str = "dense"  # how matrices are stored: a row of layers/formats.py
+    weights: Quantization = Quantization()  # how the checkpoint stores each matrix
     wiring: Wiring = Wiring(())  # empty: standard
     ranks: int = 1  # the TP degree that a wiring whose function depends on it was trained for; 1: any
 
@@ -169,9 +171,10 @@ class ModelConfig:
 
     def degrees(self, expert_parallel: bool = False) -> list[int]:
         """The numbers of ranks this model can be shared by."""
-        return [size for size in range(1, self.heads + 1) if self._fits(size, expert_parallel)]
+        sizes = [size for size in range(1, self.heads + 1) if self._even(size, expert_parallel)]
+        return [size for size in sizes if self._cut_group(size, expert_parallel) is None]
 
-    def _fits(self, size: int, expert_parallel: bool) -> bool:
+    def _even(self, size: int, expert_parallel: bool) -> bool:
         # fewer key/value heads than ranks: each is replicated, so the ranks must share them evenly
         kv = self.kv_heads % size == 0 or size % self.kv_heads == 0
         shared = [] if self.experts and not self.experts.dense_layers else [self.ffn]
@@ -179,16 +182,37 @@ class ModelConfig:
             shared.append(self.experts.count if expert_parallel else self.experts.ffn)
         return kv and self.heads % size == 0 and all(width % size == 0 for width in shared)
 
+    @cached_property
+    def _row_parallel(self) -> frozenset[tuple[int, int, bool]]:
+        """Of quantized matrices whose inputs the ranks share: how many, the unit they are cut by, whether experts'."""
+        found: set[tuple[int, int, bool]] = set()
+        for layer in range(self.layers) if self.weights else ():
+            names, prefix, experts = self.names, f"{self.names.layers}.{layer}.", self.has_experts(layer)
+            found.add((self.heads * self.head_dim, self.weights.of(prefix + names.o).unit, False))
+            down = names.expert_down.format(0) if experts else names.down  # all experts are stored alike
+            width = self.experts.ffn if self.experts is not None and experts else self.ffn
+            found.add((width, self.weights.of(prefix + down).unit, experts))
+        return frozenset(found)
+
+    def _cut_group(self, size: int, expert_parallel: bool) -> tuple[int, int] | None:
+        """Inputs of a matrix and the group, inputs that share a scale, that so many ranks would cut."""
+        for width, unit, experts in sorted(self._row_parallel):
+            if size > 1 and width // size % unit and not (experts and expert_parallel):
+                return width, unit
+        return None
+
     def check_degree(self, size: int, expert_parallel: bool = False) -> None:
         """Refuse a number of ranks that cannot share this model."""
         if expert_parallel and self.experts is None:
             raise LadderError("expert parallelism is for models with experts, this one has none")
-        if size < 1 or not self._fits(size, expert_parallel):
+        works = "the degrees that work are " + ", ".join(str(n) for n in self.degrees(expert_parallel))
+        if size < 1 or not self._even(size, expert_parallel):
             what = f"{self.heads} heads, {self.kv_heads} key/value heads and ffn {self.ffn}"
             if self.experts is not None:
                 what += f", {self.experts.count} experts of ffn {self.experts.ffn}"
-            works = ", ".join(str(n) for n in self.degrees(expert_parallel))
-            raise LadderError(f"{size} ranks cannot share {what} evenly: the degrees that work are {works}")
+            raise LadderError(f"{size} ranks cannot share {what} evenly: {works}")
+        if (cut := self._cut_group(size, expert_parallel)) is not None:
+            raise LadderError(f"{size} ranks would cut the groups of {cut[1]} of a matrix's {cut[0]} inputs: {works}")
 
     @classmethod
     def named(cls, size: str) -> "ModelConfig":

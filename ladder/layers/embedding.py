@@ -8,7 +8,10 @@ from torch.nn import functional as F
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
-from ladder.layers.shard import Shard
+from ladder.config.quantization import DENSE
+from ladder.errors import LadderError
+from ladder.layers.quantized import Quantized
+from ladder.layers.shard import Piece, Shard
 
 
 class VocabularyRows(nn.Module):
@@ -43,6 +46,8 @@ class Embedding(VocabularyRows):
     """
 
     def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype) -> None:
+        if config.weights.of(config.names.embed, "Embedding") != DENSE:
+            raise LadderError(f"{config.names.embed} is quantized: only embeddings of plain floats are supported")
         super().__init__(config.names.embed, config, comm, dtype)
         self.scale = config.embedding_scale
         if config.family_row.root_embedding:  # rounded, as the families' own code does
@@ -76,23 +81,37 @@ class Head(VocabularyRows):
     bias = None
 
     def __init__(self, config: ModelConfig, comm: Comm, dtype: torch.dtype, weight: nn.Parameter | None) -> None:
+        storage = DENSE if weight is not None else config.weights.of(config.names.head)
+        if storage != DENSE:  # the table itself has no rows then
+            weight = nn.Parameter(torch.empty(0, config.hidden, dtype=dtype), requires_grad=False)
         super().__init__(config.names.head, config, comm, dtype, weight)
         self.divisor, self.cap = config.logit_divisor, config.logit_softcap
-        self.outputs, self.inputs = self.weight.shape
+        self.outputs, self.inputs = self.step, config.hidden
+        self.quantized: Quantized | None = None
+        if storage != DENSE:
+            shape, mine = (config.vocab, config.hidden), slice(self.start, self.start + self.count)
+            piece = Piece(self.name, shape, mine, slice(0, config.hidden), 0)
+            self.quantized = Quantized(storage, self.step, config.hidden, False, dtype, [piece])
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., step]; joined over the ranks and cut to the vocabulary, these are the logits."""
         return self.finish(self.multiply(x))
 
     def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight) if self.quantized is None else self.quantized.multiply(x)
 
     def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        torch.mm(x, self.weight.t(), out=out)
+        if self.quantized is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            self.quantized.multiply_into(x, out)
 
     @property
-    def dense(self) -> Tensor:
-        return self.weight
+    def dense(self) -> Tensor | None:
+        return self.weight if self.quantized is None else None
+
+    def shards(self) -> Iterator[Shard]:
+        return super().shards() if self.quantized is None else iter(())  # `quantized` has its own
 
     def finish(self, product: Tensor) -> Tensor:
         """The logits from x W^T."""

@@ -1,4 +1,4 @@
-"""Storage formats of matrices. A format is a subclass of `StoredWeight`, in a file of its own, and a row in FORMATS."""
+"""Storage formats of matrices: dense here, quantized in quantized.py. A format is a subclass of `StoredWeight`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ladder.config.quantization import DENSE, Quantization, Storage
 from ladder.errors import LadderError
+from ladder.layers.quantized import Quantized
 from ladder.layers.shard import Piece, Shard
 from ladder.layers.weight import StoredWeight
 
@@ -38,24 +40,34 @@ class Dense(StoredWeight):
             if piece.transposed:
                 shape, index, target = shape[::-1], index[::-1], target.t()
             yield Shard(f"{piece.name}.weight", shape, index, target)
-            if self.bias is not None:
-                yield Shard(f"{piece.name}.bias", piece.shape[:1], (piece.rows,), self.bias.data[here])
+            yield from self.bias_shards(piece)
 
     @property
     def dense(self) -> Tensor:
         return self.weight
 
 
-FORMATS: dict[str, type[StoredWeight]] = {"dense": Dense}
-
-
 def new_weight(
-    form: str, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
+    weights: Quantization,
+    outputs: int,
+    inputs: int,
+    bias: bool,
+    dtype: torch.dtype,
+    pieces: Iterable[Piece],
+    groups: int = 1,
 ) -> StoredWeight:
-    """A matrix in the storage format `form`, not yet filled."""
-    if form not in FORMATS:
-        raise LadderError(f"quantized weights ({form}) are not supported: save the model in bfloat16 or float32 first")
-    return FORMATS[form](outputs, inputs, bias, dtype, _joined(pieces), groups)
+    """A matrix as its checkpoint stores it, not yet filled."""
+    pieces = _joined(pieces)
+    stored: dict[Storage, str] = {}
+    for each in pieces:
+        stored.setdefault(weights.of(each.name, "Conv1D" if each.transposed else "Linear"), each.name)
+    if len(stored) > 1:
+        (one, name), (other, another) = list(stored.items())[:2]
+        raise LadderError(f"{name} is stored as {one}, {another} as {other}: they are one matrix here, of one format")
+    storage = next(iter(stored), DENSE)
+    if storage == DENSE:
+        return Dense(outputs, inputs, bias, dtype, pieces, groups)
+    return Quantized(storage, outputs, inputs, bias, dtype, pieces, groups)
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -1,10 +1,14 @@
 """Which slice of a Hugging Face tensor a rank reads, and where it is copied to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+# the types whose values convert to the model's without meaning more than themselves
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,9 @@ class Shard:
     shape: tuple[int, ...]  # of the whole tensor
     index: tuple[slice, ...]
     target: Tensor  # a view of this rank's parameter, of the slice's shape
+    convert: Callable[[Tensor], Tensor] | None = None  # of the slice, before it is copied
+    types: frozenset[torch.dtype] = FLOATS  # that `whole` may have
+    holds: Callable[[], Tensor] | None = None  # what `whole` must be; it is compared, and not copied
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,12 @@ class StoredWeight(nn.Module, ABC):
     @abstractmethod
     def shards(self) -> Iterator[Shard]: ...
 
+    def bias_shards(self, piece: Piece) -> Iterator[Shard]:
+        """The bias of a piece, where there is one."""
+        if self.bias is not None:
+            here = slice(piece.at, piece.at + piece.rows.stop - piece.rows.start)
+            yield Shard(f"{piece.name}.bias", piece.shape[:1], (piece.rows,), self.bias.data[here])
+
     @property
     def dense(self) -> Tensor | None:
         return None

@@ -162,8 +162,8 @@ def _messages_ms(cell: Cell, model: Decoder, comm: Comm, launch: Launch | None) 
     """
     if cell.tp == 1:
         return 0.0, 0.0
-    weight, dtype = model.lm_head.weight, getattr(torch, cell.dtype)
-    width = len(weight) if launch is None else ARGMAX
+    weight, dtype = model.embed_tokens.weight, getattr(torch, cell.dtype)
+    width = model.lm_head.outputs if launch is None else ARGMAX
     if cell.mode == "one-rank":
         link = cell.emulated_link
         assert link is not None

@@ -1,0 +1,244 @@
+"""How a checkpoint stores each of its matrices, by the quantization_config of its config.json."""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ladder.config.fields import whole_number
+from ladder.errors import LadderError
+
+INSTALL = "pip install 'ladder-residual[quantized]'"
+GROUPS = (32, 64, 128)  # inputs of int4 that share a scale
+# what the transformers host can read
+ELSEWHERE = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "aqlm", "vptq", "higgs", "spqr", "bitnet", "mxfp4")
+BY_NAME = {"gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "modelopt": "NVFP4 and others of ModelOpt"}
+# tensors of quantized activations and caches, which are not read
+_ACTIVATIONS, _CACHES = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"), ("q", "k", "v")
+ACTIVATION_TENSORS = _ACTIVATIONS + tuple(f".{each}_{end}" for each in _CACHES for end in ("scale", "zero_point"))
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a matrix [outputs, inputs] is stored: w = (code - zero) * scale."""
+
+    kind: str = "dense"  # dense, fp8 (e4m3), int8, int4
+    layout: str = ""  # whose names of tensors and packing: compressed, fp8 (DeepSeek, Qwen), awq, gptq
+    group: int = 0  # inputs that share a scale; 0: all
+    rows: int = 1  # outputs that share one; 0: all
+    zero: bool = False  # zeros are stored, too
+
+    @property
+    def unit(self) -> int:
+        """A rank's slice of the inputs is a multiple of this."""
+        return self.group or (8 if self.kind == "int4" else 1)
+
+    def __str__(self) -> str:
+        shared = f" in groups of {self.group} inputs" if self.group else ""
+        blocks = f" and {self.rows} outputs" if self.rows > 1 else " with one scale" if not self.rows else ""
+        return self.kind + shared + blocks + (" with zero points" if self.zero else "")
+
+
+DENSE = Storage()
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which matrices of a checkpoint are stored how. True where any is quantized.
+
+    Targets and ignored names are a class ("Linear"), a module's name, or "re:" and the start of one as a regular
+    expression, as in compressed-tensors.
+    """
+
+    groups: tuple[tuple[tuple[str, ...], Storage], ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def of(self, name: str, module: str = "Linear") -> Storage:
+        """How the matrix of the module `name`, of the class `module`, is stored."""
+        names, patterns = self._ignored
+        if not self.groups or not names.isdisjoint((name, module)) or any(each.match(name) for each in patterns):
+            return DENSE
+        by_name, by_pattern = self._targets
+        found = (storage for pattern, storage in by_pattern if pattern.match(name))
+        return by_name.get(name) or next(found, None) or by_name.get(module, DENSE)
+
+    @cached_property
+    def _ignored(self) -> tuple[frozenset[str], list[re.Pattern[str]]]:
+        return frozenset(self.ignore), [_compiled(each) for each in self.ignore if each.startswith("re:")]
+
+    @cached_property
+    def _targets(self) -> tuple[dict[str, Storage], list[tuple[re.Pattern[str], Storage]]]:
+        found = {target: storage for targets, storage in self.groups for target in targets}
+        patterns = [(_compiled(each), found[each]) for each in sorted(found) if each.startswith("re:")]
+        return found, patterns
+
+
+def _compiled(target: str) -> re.Pattern[str]:
+    try:
+        return re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise LadderError(f"quantization_config has {target[:80]!r}, which is no regular expression: {error}") from None
+
+
+def _inside(names: Iterable[Any]) -> tuple[str, ...]:
+    """Targets of all modules whose names have one of these as whole parts: "mlp.gate" is none of "mlp.gate_proj"."""
+    return tuple(rf"re:(?:.*\.)?{re.escape(str(name))}(?:\.|$)" for name in names)
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization:
+    """What a config.json says; formats that the engine does not read are refused by name."""
+    quantized = raw.get("quantization_config")
+    if not quantized:
+        return Quantization()
+    if not isinstance(quantized, Mapping) or not isinstance(quantized.get("quant_method"), str):
+        raise LadderError(f"quantization_config must name a quant_method, not {str(quantized)[:80]!r}")
+    method = quantized["quant_method"]
+    if method not in READERS:
+        hint = "; the transformers host can read them" if method in ELSEWHERE else ""
+        raise _refused(BY_NAME.get(method, method[:80]), f" in the native engine{hint}")
+    found = READERS[method](quantized)
+    if not any(storage != DENSE for _, storage in found.groups):
+        return Quantization()
+    _ = found._ignored, found._targets  # compiles the regular expressions
+    return found
+
+
+def _refused(what: str, why: str) -> LadderError:
+    return LadderError(f"quantized weights ({what}) are not supported{why}")
+
+
+def _compressed(raw: Mapping[str, Any]) -> Quantization:
+    sparse = raw.get("sparsity_config") or {}
+    if sparse.get("format", "dense") != "dense":
+        raise _refused(f"{str(sparse['format'])[:80]}", ": sparse formats are not read")
+    if raw.get("transform_config"):
+        raise _refused("transform_config", ": transformed weights are not read")
+    schemes = raw.get("config_groups") or {}
+    for scheme in schemes.values():
+        if isinstance(scheme, Mapping):
+            form = scheme.get("format") or raw.get("format")
+            order = (scheme.get("weights") or {}).get("actorder")
+            if scheme.get("weights") and form not in FORMATS:
+                name = "NVFP4" if form == "nvfp4-pack-quantized" else str(form)[:80]
+                raise _refused(name, f": the formats that are read are {', '.join(FORMATS)}")
+            if order is True or str(order).lower() in ("group", "dynamic"):  # "weight" does not change how it is stored
+                raise _refused("act-order", f": actorder {order!r} scatters the groups over the inputs")
+    status = raw.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise _refused(f"quantization_status {str(status)[:80]!r}", ": only compressed weights are read")
+    config = _parsed(raw)
+    groups = []
+    for scheme in config.config_groups.values():
+        groups.append((tuple(scheme.targets), _storage(scheme.weights, scheme.format or config.format)))
+        if scheme.input_activations is not None or scheme.output_activations is not None:
+            logger.info("quantized activations are ignored: products take the weights alone as quantized")
+    if config.kv_cache_scheme is not None:
+        logger.info("kv_cache_scheme is ignored: the option cache_dtype says how the cache is stored")
+    return Quantization(tuple(dict.fromkeys(groups)), tuple(config.ignore or ()))
+
+
+def _parsed(raw: Mapping[str, Any]) -> Any:
+    """compressed-tensors' own reading of a quantization_config."""
+    try:
+        from compressed_tensors.quantization import QuantizationConfig
+    except ImportError:
+        raise LadderError(f"weights of compressed-tensors need the package compressed-tensors: {INSTALL}") from None
+    try:
+        return QuantizationConfig.model_validate(dict(raw))
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise LadderError(f"quantization_config cannot be read by compressed-tensors: {text}") from None
+
+
+FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+
+
+def _storage(args: Any, form: Any) -> Storage:
+    """compressed-tensors' arguments of a weight -> how it is stored."""
+    if args is None:
+        return DENSE
+    form = str(getattr(form, "value", form))
+    name = f"{form}, {args.num_bits}-bit {args.type}"
+    kind = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((args.num_bits, str(args.type)))
+    if kind is None or (kind == "int4") != (form == "pack-quantized"):
+        raise _refused(name, ": 8-bit floats and integers that are not packed and packed 4-bit integers are")
+    if form != "naive-quantized" and (kind == "fp8") != (form == "float-quantized"):
+        raise _refused(name, ": the format is for another type of weights")
+    if args.strategy not in ("tensor", "channel", "group", "block") or args.dynamic:
+        raise _refused(f"{name}, strategy {args.strategy}", ": known are tensor, channel, group and block")
+    if args.scale_dtype is not None and not args.scale_dtype.is_floating_point:
+        raise _refused(f"{name}, scales of {args.scale_dtype}", ": scales must be plain floats")
+    if kind == "int4" and (args.strategy not in ("channel", "group") or args.group_size not in (None, -1, *GROUPS)):
+        raise _refused(f"{name}, strategy {args.strategy}, group_size {args.group_size}", f": {_GROUPS}")
+    if kind != "int4" and not args.symmetric:
+        raise _refused(f"{name}, asymmetric", ": only int4 may have zero points")
+    if args.strategy == "block":
+        rows, group = args.block_structure
+        return Storage(kind, "compressed", group, rows)
+    group = args.group_size if args.strategy == "group" else 0
+    return Storage(kind, "compressed", group, int(args.strategy != "tensor"), not args.symmetric)
+
+
+_GROUPS = f"groups must be of {', '.join(map(str, GROUPS))} or all inputs"
+
+
+def _group(raw: Mapping[str, Any], method: str) -> int:
+    size = whole_number(raw, "group_size", 128)
+    if size not in (-1, *GROUPS):
+        raise _refused(f"{method}, group_size {size}", f": {_GROUPS}")
+    return max(size, 0)
+
+
+def _four_bits(raw: Mapping[str, Any], method: str) -> None:
+    if (bits := whole_number(raw, "bits", 4)) != 4:
+        raise _refused(f"{method}, {bits} bits", ": only 4 bits are read")
+
+
+def _fp8(raw: Mapping[str, Any]) -> Quantization:
+    block = raw.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= 1 << 16 for n in block):
+        raise _refused(f"fp8, weight_block_size {str(block)[:80]}", ": two numbers are needed, as in [128, 128]")
+    if raw.get("fmt", "e4m3") != "e4m3":
+        raise _refused(f"fp8, fmt {str(raw['fmt'])[:80]}", ": only e4m3 is read")
+    logger.info("quantized activations are ignored: products take the weights alone as quantized")
+    skipped = raw.get("modules_to_not_convert")
+    return Quantization(
+        ((("Linear",), Storage("fp8", "fp8", block[1], block[0])),),
+        _inside(["lm_head", "embed_out"] if skipped is None else skipped),
+    )
+
+
+def _awq(raw: Mapping[str, Any]) -> Quantization:
+    _four_bits(raw, "awq")
+    if str(raw.get("version", "gemm")).lower() != "gemm":
+        raise _refused(f"awq, version {str(raw['version'])[:80]}", ": only gemm is read")
+    if raw.get("zero_point", True) is not True:
+        raise _refused("awq without zero_point", ": how it is stored is not defined")
+    ignored = ["lm_head", "embed_out", *(raw.get("modules_to_not_convert") or ())]
+    storage = Storage("int4", "awq", _group(raw, "awq"), zero=True)
+    return Quantization(((("Linear", "Conv1D"), storage),), _inside(ignored))
+
+
+def _gptq(raw: Mapping[str, Any]) -> Quantization:
+    _four_bits(raw, "gptq")
+    if raw.get("desc_act"):
+        raise _refused("gptq with act-order", ": desc_act scatters the groups over the inputs")
+    form = "marlin" if raw.get("is_marlin_format") else raw.get("checkpoint_format") or "gptq"
+    if form != "gptq":
+        raise _refused(f"gptq, checkpoint_format {str(form)[:80]}", ": only gptq is read")
+    if raw.get("dynamic"):
+        raise _refused("gptq, dynamic", ": all matrices must be stored alike")
+    inside = raw.get("modules_in_block_to_quantize") or ()
+    names = [name for each in inside for name in (each if isinstance(each, list) else [each])]
+    storage = Storage("int4", "gptq", _group(raw, "gptq"), zero=not raw.get("sym", True))
+    targets = _inside(names) or ("Linear", "Conv1D")
+    return Quantization(((targets, storage),), () if raw.get("lm_head") else _inside(["lm_head", "embed_out"]))
+
+
+READERS = {"compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq}

@@ -1,0 +1,240 @@
+"""Quantized matrices: codes of 8 or 4 bits, and scales that groups of inputs share.
+
+Checkpoints differ in names, packing and in which weights share a scale. All become one form when they are read:
+
+    w[o, i] = (code[o, i] - zero[o, i // group]) * scale[o, i // group]
+
+A layout is a row in LAYOUTS: which tensors a checkpoint of that kind has, and how they are brought into this form.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ladder.config.quantization import Storage
+from ladder.errors import LadderError
+from ladder.layers.shard import Piece, Shard
+from ladder.layers.weight import StoredWeight
+
+CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+MIDDLE = 8  # the zero of symmetric 4-bit codes, which are 0 to 15
+AT_A_TIME = 1 << 22  # weights that are dequantized together: their float32 values take more memory than the result
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight outputs in a word
+INT32, INTEGERS = frozenset({torch.int32}), frozenset({torch.int32, torch.int64})
+
+
+class Quantized(StoredWeight):
+    """Codes [outputs, inputs], of int4 two in a byte, the first in the low half; scales and zeros [outputs, groups].
+
+    Of int4 without stored zeros the zero is 8, of the others 0.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        outputs: int,
+        inputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        pieces: Iterable[Piece],
+        groups: int = 1,
+    ) -> None:
+        super().__init__(outputs, inputs, bias, dtype, pieces, groups)
+        self.storage, self.dtype = storage, dtype
+        for piece in self.pieces:
+            _check_shape(piece, storage)
+        four, shared = storage.kind == "int4", -(-inputs // storage.group) if storage.group else 1
+        kind = dtype if four else torch.float32
+        # zeros: a head may have more rows than its checkpoint
+        codes = torch.zeros(outputs, inputs // 2 if four else inputs, dtype=CODES[storage.kind])
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(torch.zeros(outputs, shared, dtype=kind), requires_grad=False)
+        self.zeros: nn.Parameter | None = None
+        if storage.zero:
+            self.zeros = nn.Parameter(torch.zeros(outputs, shared, dtype=torch.uint8), requires_grad=False)
+
+    def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
+        if group is None:
+            return F.linear(x, self.dequantized(), self.bias)
+        rows = self.outputs // self.groups
+        return F.linear(x, self.dequantized(group * rows, (group + 1) * rows))
+
+    def dequantized(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows of the matrix, all unless told, in the model's dtype; computed in float32."""
+        last = self.outputs if last is None else last
+        out = torch.empty(last - first, self.inputs, dtype=self.dtype, device=self.codes.device)
+        step = max(1, AT_A_TIME // self.inputs)
+        for start in range(first, last, step):
+            rows = slice(start, min(start + step, last))
+            out[rows.start - first : rows.stop - first] = self._rows(rows)
+        return out
+
+    def _rows(self, rows: slice) -> Tensor:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        codes = self.codes[rows]
+        if self.storage.kind == "int4":
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        values, scales = codes.to(wide), self._spread(self.scales[rows]).to(wide)
+        if self.zeros is not None:
+            values -= self._spread(self.zeros[rows])
+        elif self.storage.kind == "int4":
+            values -= MIDDLE
+        return values.mul_(scales)
+
+    def _spread(self, shared: Tensor) -> Tensor:
+        """[rows, groups] -> [rows, inputs], or [rows, 1] where there is one group."""
+        if not self.storage.group:
+            return shared
+        return shared.repeat_interleave(self.storage.group, dim=1)[:, : self.inputs]
+
+    def shards(self) -> Iterator[Shard]:
+        for piece in self.pieces:
+            yield from LAYOUTS[self.storage.layout](self, piece)
+            yield from self.bias_shards(piece)
+
+
+def _check_shape(piece: Piece, storage: Storage) -> None:
+    outputs, inputs = piece.shape
+    shape, where = f"[{outputs}, {inputs}]", f"{piece.name} is stored as {storage}"
+    if piece.transposed:
+        raise LadderError(f"{where}: quantized matrices that are stored transposed are not supported")
+    if storage.kind == "int4" and (inputs % storage.unit or (storage.layout != "compressed" and outputs % 8)):
+        raise LadderError(f"{where}, into which its shape {shape} cannot be divided")
+
+
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+def _compressed(weight: Quantized, piece: Piece, scale: str = "weight_scale") -> Iterator[Shard]:
+    """weight and weight_scale; of int4 weight_packed [outputs, inputs / 8] with eight inputs in an int32, weight_shape,
+    and weight_zero_point [outputs / 8, groups] with eight outputs in one.
+    """
+    storage, name, (outputs, inputs), here = weight.storage, piece.name, piece.shape, _here(piece)
+    if storage.kind == "int4":
+        shape, index = (outputs, inputs // 8), (piece.rows, _over(piece.columns, 8))
+        yield Shard(f"{name}.weight_packed", shape, index, weight.codes.data[here], _bytes, INT32)
+        sizes = partial(torch.tensor, piece.shape)
+        nothing = weight.codes.data[:0, 0]
+        yield Shard(f"{name}.weight_shape", (2,), (slice(0, 2),), nothing, types=INTEGERS, holds=sizes)
+    else:
+        types = frozenset({CODES[storage.kind]})
+        yield Shard(f"{name}.weight", piece.shape, (piece.rows, piece.columns), weight.codes.data[here], types=types)
+    total, groups = _groups(piece, storage)
+    if not storage.rows:
+        yield Shard(f"{name}.{scale}", (1,), (slice(0, 1),), weight.scales.data[here])
+    else:
+        rows, shape = _over(piece.rows, storage.rows), (-(-outputs // storage.rows), total)
+        repeat = partial(_repeated, piece, storage.rows)
+        yield Shard(f"{name}.{scale}", shape, (rows, groups), weight.scales.data[here], repeat)
+    if weight.zeros is not None:
+        shape, index = (-(-outputs // 8), total), (_over(piece.rows, 8), groups)
+        unpack = partial(_unpacked, piece, None, 0)
+        name = f"{name}.weight_zero_point"
+        yield Shard(name, shape, index, weight.zeros.data[here].t(), lambda x: unpack(x.t()), INT32)
+
+
+def _awq(weight: Quantized, piece: Piece) -> Iterator[Shard]:
+    """qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], eight outputs in an int32, in an order of its
+    own; scales [groups, outputs].
+    """
+    storage, (outputs, inputs), here, rows = weight.storage, piece.shape, _here(piece), _over(piece.rows, 8)
+    unpack, (total, groups) = partial(_unpacked, piece, AWQ_ORDER, 0), _groups(piece, storage)
+    codes, shape = weight.codes.data[here], (inputs, outputs // 8)
+    yield Shard(f"{piece.name}.qweight", shape, (piece.columns, rows), codes, lambda x: _pairs(unpack(x).t()), INT32)
+    yield _scales(weight, piece)
+    assert weight.zeros is not None
+    shape = (total, outputs // 8)
+    yield Shard(f"{piece.name}.qzeros", shape, (groups, rows), weight.zeros.data[here].t(), unpack, INT32)
+
+
+def _gptq(weight: Quantized, piece: Piece) -> Iterator[Shard]:
+    """qweight [inputs / 8, outputs], eight inputs in an int32; qzeros [groups, outputs / 8], eight outputs in one, each
+    less by one than it means; scales [groups, outputs]; g_idx [inputs], each input's group.
+    """
+    storage, (outputs, inputs), here, rows = weight.storage, piece.shape, _here(piece), _over(piece.rows, 8)
+    unpack, (total, groups) = partial(_unpacked, piece, None, 1), _groups(piece, storage)
+    codes, index = weight.codes.data[here], (_over(piece.columns, 8), piece.rows)
+    yield Shard(f"{piece.name}.qweight", (inputs // 8, outputs), index, codes, lambda x: _bytes(x.t()), INT32)
+    yield _scales(weight, piece)
+    nothing, name, shape = weight.codes.data[:0, 0], f"{piece.name}.qzeros", (total, outputs // 8)
+    if weight.zeros is not None:
+        yield Shard(name, shape, (groups, rows), weight.zeros.data[here].t(), unpack, INT32)
+    else:
+        yield Shard(name, shape, (groups, rows), nothing, lambda x: _symmetric(name, unpack(x)), INT32)
+    order = partial(_group_numbers, inputs, storage.group)
+    yield Shard(f"{piece.name}.g_idx", (inputs,), (slice(0, inputs),), nothing, types=INTEGERS, holds=order)
+
+
+LAYOUTS: dict[str, Callable[[Quantized, Piece], Iterator[Shard]]] = {
+    "compressed": _compressed,
+    "fp8": partial(_compressed, scale="weight_scale_inv"),
+    "awq": _awq,
+    "gptq": _gptq,
+}
+
+
+def _scales(weight: Quantized, piece: Piece) -> Shard:
+    """scales [groups, outputs]"""
+    total, groups = _groups(piece, weight.storage)
+    target = weight.scales.data[_here(piece)].t()
+    return Shard(f"{piece.name}.scales", (total, piece.shape[0]), (groups, piece.rows), target)
+
+
+# --- slices ---------------------------------------------------------------------------------------------------------
+
+
+def _here(piece: Piece) -> slice:
+    """The rank's rows that a piece becomes."""
+    return slice(piece.at, piece.at + piece.rows.stop - piece.rows.start)
+
+
+def _over(part: slice, unit: int) -> slice:
+    """The units that contain a part."""
+    return slice(part.start // unit, -(-part.stop // unit))
+
+
+def _groups(piece: Piece, storage: Storage) -> tuple[int, slice]:
+    """How many groups the inputs of a checkpoint's matrix have, and which of them a piece has."""
+    if not storage.group:
+        return 1, slice(0, 1)
+    return -(-piece.shape[1] // storage.group), _over(piece.columns, storage.group)
+
+
+def _repeated(piece: Piece, unit: int, shared: Tensor) -> Tensor:
+    """[units of outputs, groups] -> [rows of the piece, groups]."""
+    first, count = piece.rows.start % unit, piece.rows.stop - piece.rows.start
+    return shared.repeat_interleave(unit, dim=0)[first : first + count]
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, 4 n], the lowest first."""
+    rows, count = words.shape
+    return words.contiguous().view(-1).view(torch.uint8).view(rows, 4 * count)
+
+
+def _unpacked(piece: Piece, order: list[int] | None, plus: int, words: Tensor) -> Tensor:
+    """int32 [n, units of eight outputs] -> uint8 [n, rows of the piece], each `plus` a number."""
+    pairs = _bytes(words)
+    fours = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*words.shape, 8)
+    fours = (fours if order is None else fours[..., order]).flatten(1)
+    first, count = piece.rows.start % 8, piece.rows.stop - piece.rows.start
+    return fours[:, first : first + count] + plus
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """[rows, inputs] -> [rows, inputs / 2], two in a byte."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _symmetric(name: str, zeros: Tensor) -> Tensor:
+    """Nothing, where all zeros are those of symmetric codes."""
+    if bool((zeros != MIDDLE).any()):
+        raise LadderError(f"{name!r} has other values than those of symmetric weights, which config.json calls for")
+    return zeros.new_empty(0)
+
+
+def _group_numbers(inputs: int, group: int) -> Tensor:
+    return torch.arange(inputs) // (group or inputs)
