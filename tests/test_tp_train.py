@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,10 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     found = {name: folder / name for name in ("one", "two", "four")}
     options = training(data, STEPS, valid=data, log_every=1)
     config = ModelConfig.named("tiny").rewired("ladder")
-    config = ModelConfig(**{**vars(config), "vocab": tiny_run.VOCABULARY, "eos": (0,)})
+    config = replace(config, vocab=tiny_run.VOCABULARY, eos=(0,))
     model = load(Decoder(config, dtype=torch.float32), Initial(options.seed, config.layers))
     found["one"].mkdir()
-    plain = hf_config(ModelConfig(**{**vars(config), "wiring": ModelConfig.named("tiny").wiring}))
+    plain = hf_config(replace(config, wiring=ModelConfig.named("tiny").wiring))
     Run(Step(model, Mesh(), options), TrainingData.open(options, 1), Mesh(), options, found["one"], silent).go(
         None, plain
     )
