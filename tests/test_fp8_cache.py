@@ -5,6 +5,7 @@ rounding errors. The oracle refuses texts that have any, and others are tried. W
 model is in float64, whose errors are too small for that.
 """
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,7 @@ from ladder.engine.sampling import Chosen
 from ladder.engine.scheduler import ScheduledBatch
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
-from ladder.jit import PRESENT
+from ladder.jit import PRESENT, triton
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.launch import References
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
@@ -38,7 +39,7 @@ from ladder.layers.cache import BLOCK, FP8, RESERVED, KVCache, Metadata, read, w
 from ladder.model import Decoder
 from tests import oracle, test_kernels, test_parity_families, test_seeds
 from tests.checkpoints import tiny as tiny_checkpoint
-from tests.test_fused import PROMPT, InTurns, forward_logits
+from tests.test_fused import PROMPT, InTurns, forward_logits, interpreter
 from tests.test_kernels import DEVICE, DTYPES, PDL, SEEDS, Draw, exact, filled, some_metadata
 from tests.test_parity import FAMILIES, TOLERANCE, some_tokens
 from tests.test_parity import assert_close as assert_logits_close
@@ -84,7 +85,7 @@ def test_attend(seed: int, dtype: torch.dtype) -> None:
     qkv = draw(1, batch, (block.heads + 2 * kv_heads) * d)
     qkv[..., -kv_heads * d :] *= 200  # values beyond the range of fp8
     qkv = torch.cat([qkv, *[torch.zeros_like(qkv)] * draw.pick(0, 2)])
-    config = Split(draw.pick(1, 2, 4), draw.pick(16, 32), 4)
+    config = Split(draw.pick(1, 2, 4), draw.pick(16, 32), 4, draw.pick(3, 5), draw.pick(0, 1))
     expected_keys, expected_values = keys.clone(), values.clone()
     expected = attend_reference(exact(qkv), exact(block), exact(metadata), expected_keys, expected_values)
     assert not same_numbers(values, expected_values)
@@ -125,8 +126,9 @@ def test_a_kernel_rounds_to_the_nearest_and_even() -> None:
     even = torch.where(torch.arange(len(middles)) % 2 == 0, below, above)
     x = torch.cat([numbers, middles, middles * (1 - 2**-20), middles * (1 + 2**-20), torch.tensor([460.0, 480.0, 1e9])])
     expected = torch.cat([numbers, even, below, above, torch.full((3,), 448.0)])
-    d = 2 * len(x)  # one key and one value have all of them
-    x, expected = torch.cat([x, -x]).to(DEVICE), torch.cat([expected, -expected]).to(DEVICE)
+    # one key and one value have all of them, and as many more as a head must have
+    d = triton.next_power_of_2(2 * len(x))
+    x, expected = (torch.cat([each, -each, torch.zeros(d - 2 * len(x))]).to(DEVICE) for each in (x, expected))
     config = ModelConfig(d, 1, 1, 1, 16, 16, head_dim=d)
     block = Attention(config, 0, 0, Solo(), torch.float32)
     zero = torch.zeros(1, dtype=torch.long, device=DEVICE)
@@ -137,7 +139,8 @@ def test_a_kernel_rounds_to_the_nearest_and_even() -> None:
         q, k, v = write_rows(x.repeat(1, 3), block, metadata, keys, values)[0]
         assert torch.equal(q, x)
         for found in (k, v, keys[0, 0].float(), values[0, 0].float()):
-            assert torch.equal(found, expected)
+            wrong = (found != expected).nonzero().flatten()
+            assert not len(wrong), (wrong, found[wrong], expected[wrong])
 
 
 def test_numbers_beyond_the_range() -> None:
@@ -196,7 +199,7 @@ def test_backends_of_every_family(worlds: dict[int, World], name: str) -> None:
         assert apart(found, expected[:, PROMPT - 1 :]) <= test_parity_families.tolerance(config)
 
 
-@kernels
+@interpreter
 @pytest.mark.parametrize("changes", ({}, FAMILIES["qk_norm"]), ids=("llama", "qwen3"))
 def test_kernels_together(worlds: dict[int, World], changes: dict[str, Any]) -> None:
     config = tiny(1, **changes).rewired("ladder")
@@ -341,6 +344,14 @@ def test_refuses(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     tiny_checkpoint(tmp_path, tokenizer=False, layers=1)
     with pytest.raises(LadderError, match=message):
         LLM(tmp_path, **options)
+
+
+def test_refuses_heads_that_are_no_multiple_of_four(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, tokenizer=False, layers=1)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "head_dim": 6}), encoding="utf-8")
+    with pytest.raises(LadderError, match="cache_dtype fp8 is for heads of a multiple of 4 numbers, not of 6"):
+        Setup(EngineOptions(tmp_path, cache_dtype="fp8"), tokenizer=False)
 
 
 @pytest.mark.parametrize(

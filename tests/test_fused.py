@@ -23,6 +23,9 @@ PROMPT = 5
 TURNS = threading.Lock()
 
 
+interpreter = pytest.mark.skipif(not PRESENT or torch.cuda.is_available(), reason="Triton's interpreter, without a GPU")
+
+
 class InTurns:
     """The kernels in Triton's interpreter, which conftest.py has asked for, and which does one thing at a time."""
 
@@ -92,7 +95,7 @@ def test_families(family: str, batch: int) -> None:
 
 
 # The interpreter takes seconds for a model; what is left to see is that each kernel gets what its reference gets.
-@pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
+@interpreter
 @pytest.mark.parametrize("wiring, batch, steps", (
     ("ladder-1-2", 1, 2), ("parallel", 2, 1),
     ("desync-2x", 1, 1), ("desync-2x-1", 2, 1), ("none", 2, 1)
@@ -101,7 +104,7 @@ def test_kernels(wiring: str, batch: int, steps: int) -> None:
     check(tiny(2).rewired(wiring), 2, InTurns, batch, steps)
 
 
-@pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
+@interpreter
 @pytest.mark.parametrize("family", ("all_biases", "qk_norm", "windows"))
 def test_kernels_of_families(family: str) -> None:
     rest = {**FAMILIES[family], **({"windows": (3,)} if family == "windows" else {})}

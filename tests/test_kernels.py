@@ -208,7 +208,7 @@ def test_attend(seed: int, dtype: torch.dtype) -> None:
     lines = metadata.tables.numel() * BLOCK
     keys, values = draw(lines, kv_heads, d), draw(lines, kv_heads, d)
     qkv = draw(draw.pick(1, 3), batch, (block.heads + 2 * kv_heads) * d)
-    config = Split(draw.pick(1, 2, 4), draw.pick(16, 32), 4)
+    config = Split(draw.pick(1, 2, 4), draw.pick(16, 32), 4, draw.pick(3, 5), draw.pick(0, 1))
     expected_keys, expected_values = exact(keys), exact(values)
     expected = attend_reference(exact(qkv), exact(block), exact(metadata), expected_keys, expected_values)
     scratch = Scratch.of(batch, block.heads, d, config.splits, DEVICE)

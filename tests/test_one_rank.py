@@ -257,7 +257,7 @@ def test_a_table_is_its_lines() -> None:
     rows = {
         Shape("qkv", 1, 8, 16): Gemv(1, 4, 256, 3),
         Shape("row", 2, 8, 16): None,
-        Shape("attend", 1, 1, 64): Split(4, 64, 4),
+        Shape("attend", 1, 1, 64): Split(4, 64, 4, 3, 1),
     }
     table = Table("a chip", rows)
     assert Table.read(json.loads(json.dumps(table.lines()))) == {"a chip": rows}
@@ -268,11 +268,31 @@ def test_a_table_is_its_lines() -> None:
     assert table[Shape("qkv", 1, 8, 16, lanes=2, flags=True)] == Gemv(1, 4, 64, 5)
     table.rows[Shape("qkv", 1, 8, 16, lanes=2, flags=True)] = Gemv(1, 8, 64, 5)  # other bits than on one lane
     assert table[Shape("qkv", 1, 8, 16, lanes=2, flags=True)] == Gemv(1, 4, 32, 3)
-    assert table[Shape("attend", 1, 1, 64, lanes=2)] == Split(4, 64, 4)
+    assert table[Shape("attend", 1, 1, 64, lanes=2)] == Split(4, 64, 4, 3, 1)
+    table.rows[Shape("attend", 1, 1, 64, lanes=2)] = Split(4, 64, 4, 5, 0)
+    assert table[Shape("attend", 1, 1, 64, lanes=2)] == Split(4, 64, 4, 5, 0)
+    table.rows[Shape("attend", 1, 1, 64, lanes=2)] = Split(8, 64, 4, 5, 0)  # other bits
+    assert table[Shape("attend", 1, 1, 64, lanes=2)] == Split(4, 64, 4, 3, 1)
+    older = {"chip": "a chip", "kernel": "attend", "batch": 1, "outputs": 1, "inputs": 64}
+    read = Table.read([{**older, "config": {"kind": "split", "splits": 4, "positions": 64, "warps": 4}}])
+    assert read["a chip"][Shape("attend", 1, 1, 64)] == Split(4, 64, 4, 3, 0)
+
     assert table[Shape("qkv", 1, 8, 32, lanes=2)] == rule(Shape("qkv", 1, 8, 32))
     assert table[Shape("qkv", 1, 8, 16)] == Gemv(1, 4, 256, 3) and table[Shape("qkv", 2, 8, 16)] == rule(
         Shape("qkv", 2, 8, 16)
     )
+
+
+def test_blocks_of_attention_fit_into_shared_memory() -> None:
+    for d, shared in ((64, 96 << 10), (128, 220 << 10), (128, 96 << 10), (256, 220 << 10), (256, 40 << 10)):
+        line = 2 * d * 2
+        for batch in (1, 4, 16, 64, 256):
+            config = rule(Shape("attend", batch, 8, 2048))
+            assert isinstance(config, Split)
+            fits = config.within(shared, line)
+            assert fits.positions >= 16 and fits.positions * line * ((fits.stages - 1) // 2) <= shared
+            assert same_bits(config, fits) == (config.positions * line * ((config.stages - 1) // 2) <= shared)
+    assert Split(1, 128, 4, 5, 0).within(1, 1024).positions == 16
 
 
 @pytest.mark.parametrize(
@@ -286,7 +306,7 @@ def test_a_table_is_its_lines() -> None:
         (Shape("qkv", 4, 64, 1024), SmallGemm(64, 128, 8, 5, 4, 256)),
         (Shape("qkv", 4, 64, 1020), SmallGemm(64, 128, 8, 5, 4, 0)),
         (Shape("attend", 1, 1, 64), None),
-        (Shape("row", 1, 8, 16), Split(4, 64, 4)),
+        (Shape("row", 1, 8, 16), Split(4, 64, 4, 3, 1)),
         (Shape("nonsense", 1, 8, 16), None),
     ],
 )

@@ -32,6 +32,7 @@ from ladder.layers.cache import RESERVED
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests.checkpoints import tiny
+from tests.test_kernels import DEVICE
 
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
 
@@ -210,12 +211,13 @@ def test_a_graph_keeps_what_its_kernels_use(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_choice_from_several_ranks() -> None:
     nan, inf = float("nan"), float("inf")
     best = torch.tensor([[1.0, 3, 2.0, 700], [2.0, 5, 2.0, 9], [nan, 1, 5.0, 9], [-inf, 0, -inf, 4], [0.5, 7, inf, 9]])
+    best = best.to(DEVICE)
     kernels = [choose_reference, *([lambda *given: choose(*given, pdl=False)] if PRESENT else [])]
     for each in kernels:
         inputs, slots, last = (
-            torch.tensor([[1] * 5, [4, 5, 6, 7, 8]]),
-            torch.tensor([2, 0, 1, 5, 4]),
-            torch.full((6,), 3),
+            torch.tensor([[1] * 5, [4, 5, 6, 7, 8]], device=DEVICE),
+            torch.tensor([2, 0, 1, 5, 4], device=DEVICE),
+            torch.full((6,), 3, device=DEVICE),
         )
         assert each(best, *inputs, slots, last).tolist() == [700, 5, -1, -1, -1]
         assert inputs.tolist() == [[700, 5, 0, 0, 0], [5, 6, 7, 8, 9]] and last.tolist() == [5, 0, 700, 3, 0, 0]

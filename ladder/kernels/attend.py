@@ -12,6 +12,8 @@ from ladder.kernels.table import Split
 from ladder.layers.attention import Attention
 from ladder.layers.cache import BLOCK, Metadata, places, read
 
+PER_WARP = 2048  # numbers of an output that the registers of a warp hold beside all else
+
 
 @dataclass(frozen=True)
 class Scratch:
@@ -38,12 +40,42 @@ def _heads(qkv, at, stride, inside, QS: tl.constexpr):
 
 
 @triton.jit
+def _capped(score, cap, CAP: tl.constexpr):
+    """cap tanh(score / cap), where there is a cap; tanh(u) is 2 sigmoid(2 u) - 1"""
+    if CAP:
+        return cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
+    else:
+        return score
+
+
+@triton.jit
+def _block(keys, values, table, at, inside, row, d, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and values of these positions of a sequence."""
+    place = (cache_line(table, at, inside, BLOCK) * row)[:, None] + d[None, :]
+    here = inside[:, None] & (d < D)[None, :]
+    return tl.load(keys + place, mask=here, other=0.0), tl.load(values + place, mask=here, other=0.0)
+
+
+@triton.jit
+def _seen(query, key, value, inside, top, mass, y, scale, cap, CAP: tl.constexpr, IEEE: tl.constexpr):
+    """The largest score so far, the sum of exp(score - largest), and that of the values weighted so, with these."""
+    nothing = tl.zeros([query.shape[0], key.shape[0]], tl.float32)
+    score = _capped(product(query, tl.trans(key.to(query.dtype)), nothing, IEEE) * scale, cap, CAP)
+    score = tl.where(inside[None, :], score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, axis=1))
+    fade = tl.exp(top - higher)
+    p = tl.exp(score - higher[:, None])
+    y = product(p.to(query.dtype), value.to(query.dtype), y * fade[:, None], IEEE)
+    return higher, mass * fade + tl.sum(p, axis=1), y
+
+
+@triton.jit
 def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, tables, out, parts, weights,
             arrived, eps, scale, cap, BATCH, WIDTH, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-            DP: tl.constexpr,
-            HP: tl.constexpr, KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr,
+            DP: tl.constexpr, KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr,
             OFFSET: tl.constexpr, CAP: tl.constexpr, BT: tl.constexpr,
-            SPLITS: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            SPLITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
     split = tl.program_id(0)
     kv = tl.program_id(1)
     b = tl.program_id(2)
@@ -54,9 +86,9 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     share = tl.cdiv(tl.cdiv(n - first, SPLITS), BT) * BT
     begin = first + split * share
     end = tl.minimum(n, begin + share)
-    half: tl.constexpr = D // 2  # keys and queries in halves, which are rotated against each other
+    last = tl.minimum(end, n - 1)  # the newest position comes from the kernel before this one
+    half: tl.constexpr = D // 2  # keys and queries have halves, which are rotated against each other
     d = tl.arange(0, DP)
-    h = tl.arange(0, HP)
     g = tl.arange(0, GP)
     t = tl.arange(0, BT)
     row = KVHEADS * D
@@ -64,80 +96,54 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     keys += kv * D
     values += kv * D
     wide = d < D
-    low = h < half
-    # the newest position comes from the kernel before this one; all others can be had before it has finished
-    at = begin + t
-    old = (at < tl.minimum(end, n - 1))[:, None]
-    place = (cache_line(own, at, at < end, BLOCK) * row)[:, None]
-    ka = tl.load(keys + place + h[None, :], mask=old & low[None, :], other=0.0)
-    kb = tl.load(keys + place + half + h[None, :], mask=old & low[None, :], other=0.0)
-    v = tl.load(values + place + d[None, :], mask=old & wide[None, :], other=0.0)
+    if EARLY:  # older positions can be had before the kernel before this one has finished
+        early = begin + t
+        first_keys, first_values = _block(keys, values, own, early, early < last, row, d, D, BLOCK)
     newest_place = cache_line(own, n - 1, True, BLOCK) * row
-    c = tl.load(cos + b * half + h, mask=low, other=0.0)
-    s = tl.load(sin + b * half + h, mask=low, other=0.0)
+    partner = tl.where(d < half, d + half, d - half)
+    c = tl.load(cos + b * half + d % half, mask=wide, other=0.0)
+    s = tl.load(sin + b * half + d % half, mask=wide, other=0.0)
+    s = tl.where(d < half, -s, s)
     if QKNORM:
-        q_gain_a = tl.load(q_gain + h, mask=low, other=0.0).to(tl.float32) + OFFSET
-        q_gain_b = tl.load(q_gain + half + h, mask=low, other=0.0).to(tl.float32) + OFFSET
-        k_gain_a = tl.load(k_gain + h, mask=low, other=0.0).to(tl.float32) + OFFSET
-        k_gain_b = tl.load(k_gain + half + h, mask=low, other=0.0).to(tl.float32) + OFFSET
+        q_own = tl.load(q_gain + d, mask=wide, other=0.0).to(tl.float32) + OFFSET
+        q_other = tl.load(q_gain + partner, mask=wide, other=0.0).to(tl.float32) + OFFSET
+        k_own = tl.load(k_gain + d, mask=wide, other=0.0).to(tl.float32) + OFFSET
+        k_other = tl.load(k_gain + partner, mask=wide, other=0.0).to(tl.float32) + OFFSET
     wait_for_others(PDL)
     let_others_start(PDL)
     width = (G + 2) * KVHEADS * D
-    here = (g < G)[:, None] & low[None, :]
-    at_q = b * width + (kv * G + g[:, None]) * D + h[None, :]
-    qa = _heads(qkv, at_q, BATCH * width, here, QS)
-    qb = _heads(qkv, at_q + half, BATCH * width, here, QS)
-    at_k = b * width + (G * KVHEADS + kv) * D
-    xa = _heads(qkv, at_k + h, BATCH * width, low, QS)
-    xb = _heads(qkv, at_k + half + h, BATCH * width, low, QS)
-    new_v = _heads(qkv, at_k + KVHEADS * D + d, BATCH * width, wide, QS)
-    if QKNORM:
-        factor = tl.rsqrt((tl.sum(qa * qa, axis=1) + tl.sum(qb * qb, axis=1)) / D + eps)[:, None]
-        qa, qb = qa * factor * q_gain_a[None, :], qb * factor * q_gain_b[None, :]
-        factor = tl.rsqrt((tl.sum(xa * xa, axis=0) + tl.sum(xb * xb, axis=0)) / D + eps)
-        xa, xb = xa * factor * k_gain_a, xb * factor * k_gain_b
-    query_a = (qa * c[None, :] - qb * s[None, :]).to(out.dtype.element_ty)
-    query_b = (qb * c[None, :] + qa * s[None, :]).to(out.dtype.element_ty)
-    kept_a = cached((xa * c - xb * s).to(out.dtype.element_ty), ka.dtype)
-    kept_b = cached((xb * c + xa * s).to(out.dtype.element_ty), ka.dtype)
-    kept_v = cached(new_v.to(out.dtype.element_ty), v.dtype)
-    mine = (begin <= n - 1) & (n - 1 < end)
-    tl.store(keys + newest_place + h, kept_a, mask=low & mine)
-    tl.store(keys + newest_place + half + h, kept_b, mask=low & mine)
-    tl.store(values + newest_place + d, kept_v, mask=wide & mine)
-    new_a = kept_a.to(query_a.dtype)
-    new_b = kept_b.to(query_a.dtype)
-    new_v = kept_v.to(query_a.dtype)
-    top = tl.full([GP], float("-inf"), tl.float32)
-    mass = tl.zeros([GP], tl.float32)
-    y = tl.zeros([GP, DP], tl.float32)
-    nothing = tl.zeros([GP, BT], tl.float32)
-    for block in range(begin, end, BT):
-        at = block + t
-        newest = (at == n - 1)[:, None]
-        key_a = tl.where(newest, new_a[None, :], ka.to(new_a.dtype))
-        key_b = tl.where(newest, new_b[None, :], kb.to(new_b.dtype))
-        value = tl.where(newest, new_v[None, :], v.to(new_v.dtype))
-        following = at + BT
-        old = (following < tl.minimum(end, n - 1))[:, None]
-        place = (cache_line(own, following, following < end, BLOCK) * row)[:, None]
-        next_a = tl.load(keys + place + h[None, :], mask=old & low[None, :], other=0.0)
-        next_b = tl.load(keys + place + half + h[None, :], mask=old & low[None, :], other=0.0)
-        next_v = tl.load(values + place + d[None, :], mask=old & wide[None, :], other=0.0)
-        score = product(query_b, tl.trans(key_b), product(query_a, tl.trans(key_a), nothing, IEEE), IEEE) * scale
-        if CAP:  # cap tanh(score / cap); tanh(u) is 2 sigmoid(2 u) - 1
-            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
-        score = tl.where((at < end)[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, axis=1))
-        fade = tl.exp(top - higher)
-        p = tl.exp(score - higher[:, None])
-        mass = mass * fade + tl.sum(p, axis=1)
-        y = product(p.to(value.dtype), value, y * fade[:, None], IEEE)
-        top = higher
-        ka = next_a
-        kb = next_b
-        v = next_v
     here = (g < G)[:, None] & wide[None, :]
+    at_q = b * width + (kv * G + g[:, None]) * D
+    q = _heads(qkv, at_q + d[None, :], BATCH * width, here, QS)
+    other_q = _heads(qkv, at_q + partner[None, :], BATCH * width, here, QS)
+    at_k = b * width + (G * KVHEADS + kv) * D
+    k = _heads(qkv, at_k + d, BATCH * width, wide, QS)
+    other_k = _heads(qkv, at_k + partner, BATCH * width, wide, QS)
+    v = _heads(qkv, at_k + KVHEADS * D + d, BATCH * width, wide, QS)
+    if QKNORM:
+        factor = tl.rsqrt(tl.sum(q * q, axis=1) / D + eps)[:, None]
+        q, other_q = q * factor * q_own[None, :], other_q * factor * q_other[None, :]
+        factor = tl.rsqrt(tl.sum(k * k, axis=0) / D + eps)
+        k, other_k = k * factor * k_own, other_k * factor * k_other
+    query = (q * c[None, :] + other_q * s[None, :]).to(out.dtype.element_ty)
+    new_key = cached((k * c + other_k * s).to(out.dtype.element_ty), keys.dtype.element_ty)
+    new_value = cached(v.to(out.dtype.element_ty), values.dtype.element_ty)
+    mine = (begin <= n - 1) & (n - 1 < end)
+    tl.store(keys + newest_place + d, new_key, mask=wide & mine)
+    tl.store(values + newest_place + d, new_value, mask=wide & mine)
+    # the newest position first, where it is this program's
+    seen = query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32)[None, :]
+    top = tl.where(mine, _capped(tl.sum(seen, axis=1) * scale, cap, CAP), float("-inf"))
+    mass = tl.where(mine, tl.full([GP], 1.0, tl.float32), 0.0)
+    y = tl.where(mine & here, new_value.to(query.dtype).to(tl.float32)[None, :], 0.0)
+    if EARLY:
+        if begin < last:
+            top, mass, y = _seen(query, first_keys, first_values, early < last, top, mass, y, scale, cap, CAP, IEEE)
+        begin += BT
+    for block in tl.range(begin, last, BT, num_stages=STAGES):
+        at = block + t
+        key, value = _block(keys, values, own, at, at < last, row, d, D, BLOCK)
+        top, mass, y = _seen(query, key, value, at < last, top, mass, y, scale, cap, CAP, IEEE)
     line = b * KVHEADS + kv
     to = out + (line * G + g[:, None]) * D + d[None, :]
     if SPLITS == 1:
@@ -187,17 +193,18 @@ def attend(
     splits, batch, _ = qkv.shape
     _, kv_heads, d = keys.shape
     group = block.heads // kv_heads
+    group_padded, padded = (max(16, triton.next_power_of_2(width)) for width in (group, d))
     out = torch.empty(batch, block.heads * d, dtype=block.dtype, device=qkv.device)
     q_gain, k_gain, eps, offset = head_gains(block)
     _attend[(config.splits, kv_heads, batch)](
         qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, keys, values, metadata.slots,
         metadata.positions, metadata.tables, out, scratch.parts, scratch.weights, scratch.arrived, eps, block.scale,
         block.cap or 1.0, batch, metadata.tables.shape[1],
-        G=group, GP=max(16, triton.next_power_of_2(group)), D=d, DP=max(16, triton.next_power_of_2(d)),
-        HP=max(16, triton.next_power_of_2(d // 2)), KVHEADS=kv_heads, WINDOW=block.window or 0, QS=splits,
-        QKNORM=q_gain is not None, OFFSET=offset, CAP=block.cap is not None, BT=config.positions,
-        SPLITS=config.splits, IEEE=block.dtype is torch.float32, BLOCK=BLOCK, PDL=pdl,
-        num_warps=config.warps, launch_pdl=pdl,
+        G=group, GP=group_padded, D=d, DP=padded,
+        KVHEADS=kv_heads, WINDOW=block.window or 0, QS=splits, QKNORM=q_gain is not None, OFFSET=offset,
+        CAP=block.cap is not None, BT=config.positions, SPLITS=config.splits, STAGES=config.stages, EARLY=config.early,
+        IEEE=block.dtype is torch.float32, BLOCK=BLOCK, PDL=pdl,
+        num_warps=max(config.warps, group_padded * padded // PER_WARP), launch_pdl=pdl,
     )  # fmt: skip
     return out
 

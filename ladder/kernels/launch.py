@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ladder.errors import LadderError
+from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
@@ -25,13 +26,15 @@ from ladder.kernels.sampling.candidates import (
 from ladder.kernels.sampling.sample import sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import MOST, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
+from ladder.kernels.table import MOST, SHARED, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata
 from ladder.layers.experts import ExpertMLP
 from ladder.layers.norm import Norm
 from ladder.layers.weight import Weight
+
+OTHER = 8 * 1024  # bytes of shared memory that attention needs beside its blocks
 
 
 class References:
@@ -83,8 +86,10 @@ class Kernels:
         lanes: int = 1,
         flags: bool = False,
         chip_pdl: bool | None = None,
+        shared: int = SHARED,
     ) -> None:
         self.table = table
+        self.shared = shared  # bytes of a multiprocessor for what a program has under way
         self.chip_pdl = pdl if chip_pdl is None else chip_pdl
         self.lanes = lanes  # that kernels run on at the same time
         self.flags = flags and lanes > 1  # and some of them poll the flags of all-reduces
@@ -103,13 +108,15 @@ class Kernels:
         given = {replace(shape, flags=False) for shape in own}
         table.rows = {shape: row for shape, row in table.rows.items() if replace(shape, flags=False) not in given} | own
         chip = torch.cuda.get_device_properties(device)
-        return cls(table, torch.version.hip is None and (chip.major, chip.minor) >= (9, 0), chip.multi_processor_count)
+        pdl = torch.version.hip is None and (chip.major, chip.minor) >= (9, 0)
+        shared = getattr(chip, "shared_memory_per_block_optin", chip.shared_memory_per_block) - OTHER
+        return cls(table, pdl, chip.multi_processor_count, shared=shared)
 
     def scheduled(self, lanes: int, pdl: bool, flags: bool) -> "Kernels":
         """The same for kernels of so many lanes, with programmatic launch where the chip has it and `pdl` says so.
         `flags`: of all-reduces, which kernels poll.
         """
-        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, flags, self.chip_pdl)
+        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, flags, self.chip_pdl, self.shared)
 
     embed = staticmethod(embed)
     rotate_write = staticmethod(rotate_write)
@@ -152,6 +159,8 @@ class Kernels:
     ) -> Tensor:  # fmt: skip
         """[splits, rows, outputs]"""
         matrix = weight.dense
+        if dtype is not None and dtype != x.dtype and matrix is not None and config is None:  # the head
+            return torch.mm(x, matrix.t(), out_dtype=dtype).unsqueeze(0)
         if matrix is None or not isinstance(config, SmallGemm):
             y = projected(x, weight, None, False, None if activation else plus, divisor, 1.0 if activation else scale)
             y = y if activation is None else self.activate(y, activation, pair)
@@ -169,6 +178,7 @@ class Kernels:
         shape = Shape("attend", _bucket(batch), kv_heads, _bucket(metadata.reach), False, size, self.lanes, self.flags)
         config = self.table[shape]
         assert isinstance(config, Split)
+        config = config.within(self.shared, 2 * triton.next_power_of_2(d) * keys.element_size())
         key = (_bucket(batch), block.heads, d, config.splits)
         if key not in self._scratch:  # one kernel after another uses it
             self._scratch[key] = Scratch.of(*key, qkv.device)

@@ -44,6 +44,13 @@ class Split:
     splits: int
     positions: int  # in a block
     warps: int
+    stages: int  # blocks under way; finding out where a block is takes one, too
+    early: int  # 1: the first block is asked for before the wait
+
+    def within(self, shared: int, line: int) -> "Split":
+        """With smaller blocks where those under way, of `line` bytes a position, need more than `shared` bytes."""
+        under_way = max(1, (self.stages - 1) // 2)
+        return replace(self, positions=max(16, min(self.positions, power_up_to(shared // (line * under_way)))))
 
 
 Config = Gemv | SmallGemm | Split | None  # None: the library's matrix product
@@ -127,6 +134,7 @@ def _named(config: Gemv | SmallGemm | Split) -> dict[str, Any]:
 
 def _config(raw: dict[str, Any]) -> Gemv | SmallGemm | Split:
     kind = raw.pop("kind")
+    raw = {"stages": 3, "early": 0, **raw} if kind == "split" else raw  # older tables do not name them
     return _KINDS["small_gemm" if kind == "skinny" else kind](**raw)  # its name in older tables
 
 
@@ -150,7 +158,8 @@ def sound(shape: Shape, config: Config) -> bool:
         case None:
             return shape.kernel != "attend"
         case Split():
-            return shape.kernel == "attend" and min(config.splits, config.positions // 16, config.warps) >= 1
+            least = min(config.splits, config.positions // 16, config.warps, config.stages)
+            return shape.kernel == "attend" and least >= 1
         case Gemv():
             fits = config.rows >= 1 and config.programs >= 1 and config.stages >= 2 and config.warps >= 1
             return fits and shape.kernel != "attend" and shape.batch == 1
@@ -171,8 +180,12 @@ def power_up_to(n: int) -> int:
 def rule(shape: Shape) -> Config:
     """A configuration that is never far off: tiles of some 16 to 32 KB, enough of them under way, one wave."""
     if shape.kernel == "attend":  # outputs: heads of keys on this rank; inputs: the cache's positions
-        splits = min(power_up_to(WAVE // (shape.batch * shape.outputs)), 16 if shape.inputs <= 8192 else 32)
-        return Split(max(1, min(splits, power_up_to(shape.inputs // 16))), 64 if shape.bytes == 2 else 32, 4)
+        share = power_up_to(2 * WAVE // (shape.batch * shape.outputs))  # warps for a sequence's head
+        warps = min(4, share)
+        splits = min(share // warps, 16 if shape.inputs <= 8192 else 32, power_up_to(shape.inputs // 16))
+        positions = (64 if splits >= 16 else 32 * warps) * 2 // shape.bytes
+        stages = 5 if shape.batch * shape.outputs <= 3 * WAVE else 3  # all programs at once
+        return Split(max(1, splits), positions, warps, 3 if splits >= 8 else stages, int(splits >= 8))
     if shape.batch == 1:
         line = shape.inputs * shape.bytes * (1 + shape.pair)
         rows = max(1, min(power_up_to(28 * 1024 // line), power_up_to(shape.outputs // WAVE)))
@@ -200,7 +213,7 @@ def same_bits(one: Config, other: Config) -> bool:
     match one, other:
         case Gemv(), Gemv():
             return (one.rows, one.warps) == (other.rows, other.warps)
-        case SmallGemm(), SmallGemm():
+        case SmallGemm() | Split(), SmallGemm() | Split():
             return replace(one, stages=other.stages, early=other.early) == other
         case _:
             return one == other
@@ -217,10 +230,14 @@ def candidates(shape: Shape, alone: Config = None) -> list[Config]:
             found += [replace(alone, programs=p, stages=s) for p in (64, 100, 128, 256) for s in (2, 3, 4, 5, 6, 8)]
         elif isinstance(alone, SmallGemm):
             found += [replace(alone, stages=s, early=early) for s in (3, 4, 5, 6, 8) for early in (0, 128, 256)]
+        elif isinstance(alone, Split):
+            found += [replace(alone, stages=s, early=early) for s in (3, 5) for early in (0, 1)]
         return [config for config in dict.fromkeys(found) if sound(shape, config)]
     found = [known]
     if isinstance(known, Split):
-        found += [replace(known, splits=s, warps=w) for s in (4, 8, 16) for w in (2, 4, 8)]
+        tiles = ((32, 1), (64, 2), (128, 4), (64, 4))
+        ahead = ((3, 0), (5, 0), (3, 1), (5, 1))
+        found += [Split(s, p, w, *each) for s in (1, 2, 4, 8, 16) for p, w in tiles for each in ahead]
     elif isinstance(known, Gemv):
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
