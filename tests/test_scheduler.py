@@ -4,6 +4,7 @@ sequence finds its own tokens in its blocks.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -245,7 +246,7 @@ def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
 
 def test_a_long_prompt_waits_for_those_that_are_decoded() -> None:
     scheduler = Scheduler(4, 512, BlockPool(9000))
-    for id, length in enumerate((LONG + SMALL + 1, 5)):
+    for id, length in enumerate((LONG + 512 + 1, 5)):
         scheduler.add(SequenceSpec(id, tuple(range(length)), 10, PARAMS))
     scheduler.admit()
 
@@ -253,10 +254,14 @@ def test_a_long_prompt_waits_for_those_that_are_decoded() -> None:
         batch = scheduler.prefill_batch(long)
         return [] if batch is None else [len(piece) for piece in batch.tokens]
 
-    assert read() == [5, SMALL] and scheduler.holds_back  # nothing was decoded yet
+    assert read() == [5, 512 - 5] and scheduler.holds_back  # nothing was decoded yet
     assert read() == [] and read(long=True) == [SMALL] and read() == []
     scheduler.drop(1)
-    assert not scheduler.holds_back and read() == [SMALL]
+    assert not scheduler.holds_back and read() == [512]
+    scheduler.chunk = 4096
+    scheduler.add(SequenceSpec(2, tuple(range(7, 1007)), 10, PARAMS))
+    scheduler.admit()
+    assert read() == [1000, 4096 - 1000] and read(long=True) == [4096 // 8]
 
 
 @dataclass
@@ -306,6 +311,19 @@ def test_pieces_of_long_prompts_cost_a_share_of_the_time(
     assert runner.pieces == 0  # it is not known yet what a step takes
     paced(runner, 3000)
     assert 0.8 * SHARE < runner.now / (3000 * usual) - 1 < 1.1 * SHARE and runner.pieces > 20
+
+
+def test_steps_that_read_other_prompts_are_not_taken_for_usual(paced: Callable[[Clocked, int], None]) -> None:
+    times = cycle((0.1, 0.3, 0.3))
+
+    class Prompts(Clocked):
+        def step(self) -> list[NewToken]:
+            self.usual = next(times)
+            return super().step()
+
+    runner = Prompts(late=False)
+    paced(runner, 3000)
+    assert 0.5 * SHARE < runner.pieces * runner.cost / (3000 * 0.1) < 1.1 * SHARE
 
 
 def test_what_costs_nobody_anything_is_not_paid_back(paced: Callable[[Clocked, int], None]) -> None:

@@ -216,10 +216,12 @@ class Scheduler:
                 break
             sequences.append(sequence)
             pieces.append(piece)
-        oldest = next((each for each in reading if each.long), None)
-        if oldest is not None and (long or not self._going_on()):
+        oldest, alone = next((each for each in reading if each.long), None), not self._going_on()
+        if oldest is not None and (long or alone):
+            small = min(self.chunk, max(SMALL, self.chunk // 8))
+            count = max(small, room) if alone else small
             sequences.append(oldest)  # the last one: see `ScheduledBatch.long`
-            pieces.append(oldest.unread[oldest.computed : oldest.computed + min(SMALL, self.chunk)])
+            pieces.append(oldest.unread[oldest.computed : oldest.computed + count])
         starts = tuple(each.computed for each in sequences)
         for sequence, piece in zip(sequences, pieces, strict=True):
             self._read(sequence, len(piece))

@@ -1,6 +1,5 @@
 """When a piece of a long prompt is read while others are decoded: so seldom that it costs them little."""
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -43,6 +42,6 @@ class Pace:
         if not costly:
             self._recent.append(seconds)
         if self._shared and self._recent:
-            usual = statistics.median(self._recent)
+            usual = sorted(self._recent)[len(self._recent) // 4]  # of those that read no prompt
             cost = max(0.0, seconds - usual) if costly else 0.0
             self._debt = min(MOST, max(0.0, self._debt + cost - SHARE * usual))
