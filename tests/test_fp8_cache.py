@@ -5,7 +5,6 @@ rounding errors. The oracle refuses texts that have any, and others are tried. W
 model is in float64, whose errors are too small for that.
 """
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +28,7 @@ from ladder.engine.sampling import Chosen
 from ladder.engine.scheduler import ScheduledBatch
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
-from ladder.jit import PRESENT, triton
+from ladder.jit import PRESENT
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.launch import References
 from ladder.kernels.rotary import rotate_write, rotate_write_reference
@@ -126,9 +125,8 @@ def test_a_kernel_rounds_to_the_nearest_and_even() -> None:
     even = torch.where(torch.arange(len(middles)) % 2 == 0, below, above)
     x = torch.cat([numbers, middles, middles * (1 - 2**-20), middles * (1 + 2**-20), torch.tensor([460.0, 480.0, 1e9])])
     expected = torch.cat([numbers, even, below, above, torch.full((3,), 448.0)])
-    # one key and one value have all of them, and as many more as a head must have
-    d = triton.next_power_of_2(2 * len(x))
-    x, expected = (torch.cat([each, -each, torch.zeros(d - 2 * len(x))]).to(DEVICE) for each in (x, expected))
+    d = 2 * len(x)  # one key and one value have all of them
+    x, expected = torch.cat([x, -x]).to(DEVICE), torch.cat([expected, -expected]).to(DEVICE)
     config = ModelConfig(d, 1, 1, 1, 16, 16, head_dim=d)
     block = Attention(config, 0, 0, Solo(), torch.float32)
     zero = torch.zeros(1, dtype=torch.long, device=DEVICE)
@@ -344,14 +342,6 @@ def test_refuses(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     tiny_checkpoint(tmp_path, tokenizer=False, layers=1)
     with pytest.raises(LadderError, match=message):
         LLM(tmp_path, **options)
-
-
-def test_refuses_heads_that_are_no_multiple_of_four(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path, tokenizer=False, layers=1)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "head_dim": 6}), encoding="utf-8")
-    with pytest.raises(LadderError, match="cache_dtype fp8 is for heads of a multiple of 4 numbers, not of 6"):
-        Setup(EngineOptions(tmp_path, cache_dtype="fp8"), tokenizer=False)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,6 @@ class Setup:
         self.config: ModelConfig = config
         if options.cache_dtype == "fp8" and config.dtype == "float64":
             raise LadderError("cache_dtype fp8 is not for float64 models: use another --dtype")
-        if options.cache_dtype == "fp8" and config.head_dim % 4:
-            raise LadderError(f"cache_dtype fp8 is for heads of a multiple of 4 numbers, not of {config.head_dim}")
         config.check_degree(options.tp, options.expert_parallel)
         check_memory(options, config)
         if config.ranks not in (1, options.tp):

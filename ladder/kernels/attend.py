@@ -129,13 +129,13 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     new_key = cached((k * c + other_k * s).to(out.dtype.element_ty), keys.dtype.element_ty)
     new_value = cached(v.to(out.dtype.element_ty), values.dtype.element_ty)
     mine = (begin <= n - 1) & (n - 1 < end)
-    tl.store(keys + newest_place + d, new_key, mask=wide & mine)
-    tl.store(values + newest_place + d, new_value, mask=wide & mine)
+    tl.store(keys + newest_place + d, new_key.to(keys.dtype.element_ty), mask=wide & mine)
+    tl.store(values + newest_place + d, new_value.to(values.dtype.element_ty), mask=wide & mine)
     # the newest position first, where it is this program's
-    seen = query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32)[None, :]
+    seen = query.to(tl.float32) * new_key.to(tl.float32)[None, :]
     top = tl.where(mine, _capped(tl.sum(seen, axis=1) * scale, cap, CAP), float("-inf"))
     mass = tl.where(mine, tl.full([GP], 1.0, tl.float32), 0.0)
-    y = tl.where(mine & here, new_value.to(query.dtype).to(tl.float32)[None, :], 0.0)
+    y = tl.where(mine & here, new_value.to(tl.float32)[None, :], 0.0)
     if EARLY:
         if begin < last:
             top, mass, y = _seen(query, first_keys, first_values, early < last, top, mass, y, scale, cap, CAP, IEEE)

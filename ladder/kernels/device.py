@@ -52,16 +52,18 @@ def cache_line(table, position, inside, BLOCK: tl.constexpr):
 
 @triton.jit
 def cached(x, KIND: tl.constexpr):
-    """x as a KV cache of this type holds it. Of fp8 (e4m3) that is the number nearest to x, the even one of two, and at
-    most 448. It is found in float32: a cast may do anything with numbers that fp8 does not have.
+    """x as a KV cache of this type holds it, in x's own type. Of fp8 (e4m3) that is the number nearest to x, the even
+    one of two, and at most 448. It is found in float32: a cast may do anything with numbers that fp8 does not have, and
+    what was cast to fp8 must not be cast back (ptxas 12.8 then reads a register that nothing has written).
     """
     if tl.float8e4nv == KIND:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^e, e rounded down
+        kept = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        power = (kept.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^e, e rounded down
         # fp8's numbers are 2^(e - 3) apart, as are those of float32 around 1.5 * 2^(e + 20); below 2^-6 as above it
         large = tl.maximum(power, 0.015625) * 1572864.0
-        x = (x + large) - large
-    return x.to(KIND)
+        return ((kept + large) - large).to(x.dtype)
+    else:
+        return x
 
 
 @triton.jit

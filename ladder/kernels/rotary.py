@@ -40,12 +40,12 @@ def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, 
         v = y * factor * tl.where(is_q, qb, kb)
     z = tl.where(turned, u * c[None, :] + v * s[None, :], x).to(out.dtype.element_ty)
     kept = cached(z, keys.dtype.element_ty)
-    z = tl.where(is_q, z, kept.to(z.dtype))
+    z = tl.where(is_q, z, kept)
     tl.store(out + line + h[:, None] * D + d[None, :], z, mask=here)
     at = cache_line(tables + tl.load(slots + row) * WIDTH, tl.load(positions + row), True, BLOCK) * KVHEADS * D
     k_at = at + (h - HEADS)[:, None] * D + d[None, :]
-    tl.store(keys + k_at, kept, mask=here & turned & (h >= HEADS)[:, None])
-    tl.store(values + k_at - KVHEADS * D, kept, mask=here & (h >= HEADS + KVHEADS)[:, None])
+    tl.store(keys + k_at, kept.to(keys.dtype.element_ty), mask=here & turned & (h >= HEADS)[:, None])
+    tl.store(values + k_at - KVHEADS * D, kept.to(keys.dtype.element_ty), mask=here & (h >= HEADS + KVHEADS)[:, None])
 
 
 def head_gains(block: Attention) -> tuple[Tensor | None, Tensor | None, float, int]:
