@@ -196,7 +196,8 @@ async def main(kind: str, size: str, loads: list[str]) -> None:
         if kind == "vllm":
             await measure(Theirs(directory, context), size, loads)
             return
-        async with AsyncLLM(directory, wiring=kind, device=DEVICE, max_num_seqs=SEQUENCES, memory=MEMORY) as llm:
+        options = {"max_num_seqs": SEQUENCES, "memory": MEMORY, "warm_up": True}  # as `ladder serve` does
+        async with AsyncLLM(directory, wiring=kind, device=DEVICE, **options) as llm:
             fill(llm._supervisor._executor._runner._passes._model)  # type: ignore[union-attr]
             await measure(Ours(llm, kind), size, loads)
 
