@@ -9,9 +9,7 @@ from ladder.config.families import FAMILIES as NATIVE
 from ladder.wiring import Wiring
 
 
-def card(
-    source: str, folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None
-) -> str:
+def card(source: str, folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
     """For a folder with the weights of `source`, unchanged; `native`: the engine of `ladder` reads it."""
     weights = "weights" if quantizer is None else f"quantized weights ({quantizer})"
     if wiring.is_standard:

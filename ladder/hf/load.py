@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-from transformers import AutoConfig, CompressedTensorsConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ladder.config.fields import ADAPTER, check_no_side
@@ -77,8 +77,7 @@ def _quantized(auto: Any, name: str, config: Any, options: dict[str, Any]) -> An
     adapter's back, and as tensors that cannot be trained with if that pass is a measurement. It is done at once.
     """
     if quantizer_of(config) == "compressed-tensors":
-        config.quantization_config = with_formats(config.quantization_config)
-        options = {**options, "quantization_config": CompressedTensorsConfig(dequantize=True)}
+        config.quantization_config = {**with_formats(config.quantization_config), "dequantize": True}
     with redirect_stderr(StringIO()):  # the library's progress bars, which nothing turns off
         model, found = auto.from_pretrained(name, config=config, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):

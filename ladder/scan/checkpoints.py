@@ -36,7 +36,7 @@ def read_original(model: str, pattern: str, seq_len: int) -> tuple[Any, Wiring]:
 def refuse_quantized(model: str, config: Any, instead: str) -> None:
     """Refuse to change weights that are quantized."""
     if (method := quantizer_of(config)) is not None:
-        raise LadderError(f"the weights of {model} are quantized ({method}) and cannot be changed: {instead}")
+        raise LadderError(f"the weights of {model} are quantized ({method}): {instead}")
 
 
 def check_init_from(checkpoint: Path, config: Any, wiring: Wiring, ranks: int) -> None:

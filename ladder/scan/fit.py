@@ -42,7 +42,7 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
     check_new(out)
     with quiet():
         config, wiring = read_original(options.model, options.wiring, options.seq_len)
-        refuse_quantized(options.model, config, "fit the model that they were made from, and quantize what comes out")
+        refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         if wiring.is_standard:
             raise LadderError("the wiring is standard, as the model is: there is nothing to fit")
         if wiring.local:

@@ -115,7 +115,7 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         check_init_from(options.init_from, config, wiring, options.ranks)
         config = pretrained(AutoConfig, str(options.init_from))
     if options.method != "lora":
-        instead = "train an adapter beside them (--method lora), or adapt the model that they were made from, and "
+        instead = "train an adapter beside them (--method lora), or adapt the model that they were made from and "
         refuse_quantized(str(options.init_from or options.model), config, instead + "quantize what comes out")
     tokenizer = read_tokenizer(options.model, config, training.data, training.valid)
     return wiring, tokenizer, quantizer_of(config)
@@ -154,7 +154,7 @@ def _save_adapter(trainer: Any, source: str, wiring: Wiring, out: Path) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     for config in model.peft_config.values():
         config.base_model_name_or_path = ""  # the weights of its own folder
-    model.save_pretrained(out)
+    model.save_pretrained(out, save_embedding_layers=False)
     for file in out.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates it for its owner alone
 
