@@ -219,7 +219,7 @@ def damaged(source: Path, what: str) -> None:
     ('{"model_type": "t5"}', "ladder", "unknown model family 't5': known are llama, .*bloom; a new one needs a row"),
     ('{"num_hidden_layers": "many"}', "ladder", "cannot be read as llama"),
     ('{"quantization_config": {"bits": 4}}', "ladder", "quantization_config must name a quant_method"),
-    ('{"quantization_config": "int4"}', "ladder", "quantization_config must name a quant_method"),
+    ('{"quantization_config": "int4"}', "ladder", "cannot be read as llama"),
     ('{"model_type": "bloom", "apply_residual_connection_post_layernorm": true}', "ladder", "cannot be wired"),
     ('{"model_type": "gpt2", "add_cross_attention": true}', "ladder", "cannot be wired"),
     ('{"hidden_act": "sillu"}', "ladder", r"unknown activation function \(hidden_act\) 'sillu': .* nearest is 'silu'"),
