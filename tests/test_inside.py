@@ -152,6 +152,11 @@ def test_an_adapter_is_refused(model: Path) -> None:
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "../other"}')
     with pytest.raises(LadderError, match="is an adapter, which names another model"):
         pretrained(AutoModelForCausalLM, str(model))
+    own = {"base_model_name_or_path": "", "peft_type": "LORA"}
+    for more, why in (({}, "without weights"), ({"megatron_config": {}}, "not of an adapter that ladder adapt has")):
+        (model / "adapter_config.json").write_text(json.dumps({**own, **more}))
+        with pytest.raises(LadderError, match=why):
+            pretrained(AutoModelForCausalLM, str(model))
 
 
 @pytest.mark.parametrize("text, why", [

@@ -63,6 +63,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     from ladder.config import DTYPES
     from ladder.devices import device
     from ladder.hf.load import pretrained, quiet
+    from ladder.scan.checkpoints import refuse_quantized
     from ladder.scan.probe import checked_row, layers_to_scan, original_wiring
     from ladder.scan.propose import check_reach, check_wishes, size_between, size_for
     from ladder.scan.scan import extend, scan
@@ -78,6 +79,8 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
         layers = layers_to_scan(own, row)
         if options.fit is not None and not own.is_standard:
             raise LadderError(f"--fit is for a model that was trained as standard, and {options.model} is {own}")
+        if options.fit is not None:
+            refuse_quantized(options.model, config, "scan without --fit, or the model that they were made from")
         sequences, to_fit = _sequences(options, config)
         predictor = _predictor(options, config)
         if options.speed is not None and predictor is not None:

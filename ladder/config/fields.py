@@ -12,6 +12,7 @@ from typing import Any
 from ladder.errors import LadderError
 
 SIDE = "side.json"  # what a side network's folder has instead of a config.json
+ADAPTER = "adapter_config.json"  # beside a quantized model's weights: an adapter of peft
 MOST_JSON = 64 << 20  # bytes of a JSON file: an index of a model with thousands of experts has some ten million
 UNPACKERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
@@ -36,8 +37,12 @@ def check_no_side(directory: Path) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A model's config.json."""
+    """A model's config.json; refused where its weights are not the whole model."""
     check_no_side(directory)
+    if (directory / ADAPTER).exists():
+        raise LadderError(
+            f"{directory} has an adapter ({ADAPTER}), which is not applied here: transformers and `ladder eval` read it"
+        )
     return read_json(directory / "config.json")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ladder.config.fields import read_json
+from ladder.config.fields import ADAPTER, read_json
 from ladder.errors import LadderError
 
 MOST_TOKENIZER = 256 << 20  # bytes of one of a tokenizer's files
@@ -58,12 +58,23 @@ def check_tokenizer(directory: Path) -> None:
 def check_model(directory: Path) -> None:
     """Refuse a checkpoint that transformers would read from elsewhere, or load code for."""
     check_files(directory)
-    if (directory / "adapter_config.json").exists():
-        raise LadderError(f"{directory} is an adapter, which names another model: merge it into that model first")
+    if (directory / ADAPTER).exists():
+        _check_adapter(directory)
     if (directory / "config.json").exists():
         check_no_code(read_json(directory / "config.json"), str(directory / "config.json"))
     for index in sorted(directory.glob("*.index.json")):
         index_table(index)
+
+
+def _check_adapter(directory: Path) -> None:
+    """Only an adapter of the model in its own folder is read, as `ladder adapt` writes it."""
+    raw = read_json(directory / ADAPTER)
+    if raw.get("base_model_name_or_path") != "" or not (directory / "config.json").exists():
+        raise LadderError(f"{directory} is an adapter, which names another model: merge it into that model first")
+    if raw.get("peft_type") != "LORA" or raw.get("megatron_config") is not None or raw.get("auto_mapping") is not None:
+        raise LadderError(f"{directory / ADAPTER} is not of an adapter that ladder adapt has written")
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise LadderError(f"{directory} has an adapter without weights: adapter_model.safetensors is missing")
 
 
 def index_table(index: Path) -> dict[str, str]:

@@ -5,14 +5,16 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ladder.config.families import FAMILIES as NATIVE
 from ladder.wiring import Wiring
 
 
-def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) -> str:
-    """For a folder with the weights of `source`, unchanged; `native`: the engine of `ladder` has the family."""
+def card(source: str, folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
+    """For a folder with the weights of `source`, unchanged; `native`: the engine of `ladder` reads it."""
+    weights = "weights" if quantizer is None else f"quantized weights ({quantizer})"
     if wiring.is_standard:
-        return f"# {folder}\n\nThe weights of `{source}`, unchanged, in the standard wiring.\n"
-    text = f"""The weights of `{source}`, unchanged, under another wiring:
+        return f"# {folder}\n\nThe {weights} of `{source}`, unchanged, in the standard wiring.\n"
+    text = f"""The {weights} of `{source}`, unchanged, under another wiring:
 
     {wiring}
 
@@ -22,7 +24,7 @@ def card(source: str, folder: str, family: str, wiring: Wiring, native: bool) ->
 stream without its newest all-reduces, and a model that is merely rewired writes worse text, or nonsense (Ladder
 Residual, arXiv 2501.06589). Retrain or distill it, then measure it against `{source}`.
 
-{_loading(folder, family, wiring, native)}"""
+{_loading(folder, family, wiring, native, quantizer)}"""
     return _card(text, "convert", folder, family, source)
 
 
@@ -35,9 +37,10 @@ def adapted_card(
     distilled: bool,
     text: bool,
     begun: bool,
+    quantizer: str | None = None,
 ) -> str:
     """For a model adapted from `source`: by distillation, on the text's own loss or both; `begun`: from weights of that
-    wiring, not from the original's.
+    wiring, not from the original's; `quantizer`: of the weights that an adapter was trained beside.
     """
     how = "by distillation from the original" if distilled else "by fine-tuning on text alone"
     how += " and by fine-tuning on text" * (distilled and text)
@@ -51,7 +54,7 @@ own use:
 
     ladder eval {source} {folder} --text book.txt --source {source}
 
-{_loading(folder, family, wiring, native)}"""
+{_loading(folder, family, wiring, native) if quantizer is None else _with_adapter(folder, wiring, quantizer)}"""
     return _card(body, "adapt", folder, family, source)
 
 
@@ -111,10 +114,27 @@ def _rewired(wiring: Wiring) -> str:
     return f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
 
 
-def _loading(folder: str, family: str, wiring: Wiring, native: bool) -> str:
+def _with_adapter(folder: str, wiring: Wiring, quantizer: str) -> str:
+    more, given = "", ""
+    if quantizer == "compressed-tensors":  # whose weights no adapter finds before they are dequantized
+        more, given = ", CompressedTensorsConfig", ", quantization_config=CompressedTensorsConfig(dequantize=True)"
+    needs = "" if wiring.is_standard else "    import ladder.hf  # without it, loading fails\n"
+    return f"""The weights are quantized ({quantizer}) and unchanged; what was trained is an adapter beside them
+(`adapter_model.safetensors`), which transformers loads with them where peft is installed:
+
+{needs}    from transformers import AutoModelForCausalLM{more}
+
+    model = AutoModelForCausalLM.from_pretrained("{folder}"{given})
+
+The tensor-parallel engine of `ladder` applies no adapters.
+"""
+
+
+def _loading(folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
     hides = any(block.lag for layer in wiring.sub_blocks() for block in layer)
     hidden = ", the all-reduces hidden behind the sub-blocks that follow" if hides else ""
     needs = "" if wiring.is_standard else "    import ladder.hf  # without it, loading fails\n"
+    lacks = f"have the family {family}" if family not in NATIVE else f"read weights of {quantizer}"
     engine = f'On several ranks{hidden}:\n\n    ladder generate --model {folder} --tp 2 --prompt "..."'
     return f"""In transformers:
 
@@ -122,5 +142,5 @@ def _loading(folder: str, family: str, wiring: Wiring, native: bool) -> str:
 
     model = AutoModelForCausalLM.from_pretrained("{folder}")
 
-{engine if native else f"The tensor-parallel engine of `ladder` does not have the family {family} yet."}
+{engine if native else f"The tensor-parallel engine of `ladder` does not {lacks} yet."}
 """

@@ -24,10 +24,12 @@ from ladder.config.families import FAMILIES as NATIVE
 from ladder.config.fields import read_config
 from ladder.config.hf import KEYS
 from ladder.config.lock import locked, unlocked, wiring_of
+from ladder.config.quantization import READERS
 from ladder.errors import LadderError, check_known
 from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card
 from ladder.hf.families import layout_of
+from ladder.hf.load import quantizer_of, with_formats
 from ladder.hf.wire import refuse_settings
 from ladder.progress import Progress
 from ladder.wiring import Wiring
@@ -90,8 +92,9 @@ def _convert(
                     progress(done, total, "copying")
         text = json.dumps(plain if wiring.is_standard else locked(plain), indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
-        native = plain["model_type"] in NATIVE
-        (folder / "README.md").write_text(card(name, out.name, plain["model_type"], wiring, native), encoding="utf-8")
+        method, kind = quantizer_of(plain), plain["model_type"]
+        native = kind in NATIVE and (method is None or method in READERS)
+        (folder / "README.md").write_text(card(name, out.name, kind, wiring, native, method), encoding="utf-8")
         if out.exists():
             out.rmdir()  # empty, as was seen
         folder.rename(out)
@@ -123,8 +126,8 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
         raise LadderError(f"config.json cannot be read as {model_type}: {' '.join(str(error).split())}") from None
     refuse_settings(config)
     _check_activation(config)
-    if raw.get("quantization_config"):
-        raise LadderError("quantized weights cannot be adapted: convert the model they were made from")
+    if quantizer_of(raw) == "compressed-tensors":
+        raw["quantization_config"] = with_formats(raw["quantization_config"])
     wiring = wiring_of(raw, layers) if pattern is None else Wiring.parse(pattern, layers)
     if pattern is None and wiring.is_standard:
         raise LadderError("no wiring: name one, as in --wiring ladder or --wiring 'standard:16 ladder:16'")

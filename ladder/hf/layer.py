@@ -59,11 +59,11 @@ class BiasOnce:
     ranks: int
 
     def __call__(self, module: nn.Module, arguments: Any, y: Tensor) -> Tensor:
-        bias = module.bias
+        bias = getattr(module, "bias", None)  # a quantizer's own class may have none
         if bias is None:
             return y
         first = len(y) // self.ranks
-        return torch.cat((y[:first], y[first:] - bias))  # type: ignore[operator]
+        return torch.cat((y[:first], y[first:] - bias))
 
 
 RankSlices = tuple[RankSlice | None, RankSlice | None]  # of attention and MLP; None: the ranks compute the same

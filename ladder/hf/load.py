@@ -4,21 +4,23 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from ladder.config.fields import check_no_side
+from ladder.config.fields import ADAPTER, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
 from ladder.errors import LadderError
 
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
-    """`auto.from_pretrained` of a directory or a hub id."""
+    """`auto.from_pretrained` of a directory or a hub id. Weights of compressed-tensors are dequantized."""
     local = Path(name).is_dir()
     if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise LadderError(f"{name} is neither a directory nor the name of a model on the hub, as in org/name")
@@ -29,11 +31,58 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
     try:
         if not local and auto.__name__ != "AutoTokenizer":
             check_no_code(PreTrainedConfig.get_config_dict(name)[0], name)
-        return auto.from_pretrained(name, trust_remote_code=False, local_files_only=local, **options)
+        options |= {"trust_remote_code": False, "local_files_only": local}
+        if auto.__name__.startswith("AutoModel"):
+            if (Path(name) / ADAPTER).exists() and find_spec("peft") is None:
+                raise LadderError(f"{name} has an adapter, which needs peft: pip install 'ladder-residual[train]'")
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+            if quantizer_of(config) is not None:
+                return _quantized(auto, name, config, options)
+        return auto.from_pretrained(name, **options)
     except (LadderError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # transformers raises errors of every kind, tokenizers even no Exception
         raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
+
+
+def quantizer_of(config: Any) -> str | None:
+    """The quant_method of a config of transformers', or of config.json's content; None: its weights are whole."""
+    raw = config if isinstance(config, dict) else vars(config)
+    if not (found := raw.get("quantization_config")):
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    if isinstance(found, dict) and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        method = "bitsandbytes"  # whose older checkpoints do not name it
+    if not isinstance(method, str):
+        raise LadderError(f"quantization_config must name a quant_method, not {str(found)[:80]!r}")
+    return str(getattr(method, "value", method))
+
+
+def with_formats(quantized: dict[str, Any]) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors whose groups name their format. Where they do not, the library
+    guesses one, and does not find weights of 8 bits whose activations are not quantized.
+    """
+    form, groups = quantized.get("format"), quantized.get("config_groups")
+    if not isinstance(groups, dict) or not isinstance(form, str) or form in ("dense", "mixed-precision"):
+        return quantized
+    named = {
+        key: {**group, "format": group.get("format") or form} if isinstance(group, dict) else group
+        for key, group in groups.items()
+    }
+    return {**quantized, "config_groups": named}
+
+
+def _quantized(auto: Any, name: str, config: Any, options: dict[str, Any]) -> Any:
+    """A model whose layers are its quantizer's. compressed-tensors would dequantize at the first pass: behind an
+    adapter's back, and as tensors that cannot be trained with if that pass is a measurement. It is done at once.
+    """
+    if quantizer_of(config) == "compressed-tensors":
+        config.quantization_config = {**with_formats(config.quantization_config), "dequantize": True}
+    with redirect_stderr(StringIO()):  # the library's progress bars, which nothing turns off
+        model, found = auto.from_pretrained(name, config=config, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        raise LadderError(f"{name} cannot be loaded: it lacks the tensor {missing[0]!r}, and {len(missing) - 1} others")
+    return model
 
 
 def reason(error: BaseException) -> str:

@@ -45,6 +45,8 @@ def rewire(
     ranks, ranks_before = 1 if ranks is None else checked_ranks(ranks), ranks_of(vars(config))
     wire_layers(inner, wiring, staleness, ranks)
     own = copy.deepcopy(config)  # another model may have been made of the same object
+    if hasattr(config, "quantization_config"):  # where its quantizer notes whether the weights are dequantized by now
+        own.quantization_config = config.quantization_config
     for module in inner.modules():
         if getattr(module, "config", None) is config:
             module.config = own

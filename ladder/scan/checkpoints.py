@@ -5,12 +5,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ladder.config.fields import ADAPTER
 from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
 from ladder.hf.families import layout_of
-from ladder.hf.load import pretrained
+from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
 
@@ -32,12 +33,20 @@ def read_original(model: str, pattern: str, seq_len: int) -> tuple[Any, Wiring]:
     return config, wiring
 
 
+def refuse_quantized(model: str, config: Any, instead: str) -> None:
+    """Refuse to change weights that are quantized."""
+    if (method := quantizer_of(config)) is not None:
+        raise LadderError(f"the weights of {model} are quantized ({method}): {instead}")
+
+
 def check_init_from(checkpoint: Path, config: Any, wiring: Wiring, ranks: int) -> None:
     """Refuse initial weights that are of another model or wiring."""
     if not checkpoint.is_dir():
         raise LadderError(f"no such folder: {checkpoint}; ladder fit makes one")
     if not (checkpoint / "config.json").exists():
         raise LadderError(f"{checkpoint} has no config.json: name a finished model, of ladder fit or ladder adapt")
+    if (checkpoint / ADAPTER).exists():
+        raise LadderError(f"{checkpoint} has an adapter, which a run cannot start from: name weights without one")
     own = pretrained(AutoConfig, str(checkpoint))
     for name in _SAME:
         if (found := getattr(own, name, None)) != (wanted := getattr(config, name, None)):

@@ -17,7 +17,7 @@ from ladder.hf.card import fitted_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance, perplexity
 from ladder.progress import Progress
-from ladder.scan.checkpoints import read_original, read_tokenizer, write_model
+from ladder.scan.checkpoints import read_original, read_tokenizer, refuse_quantized, write_model
 from ladder.scan.options import FitOptions
 from ladder.scan.solve import solve
 from ladder.wiring import Wiring
@@ -42,6 +42,7 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
     check_new(out)
     with quiet():
         config, wiring = read_original(options.model, options.wiring, options.seq_len)
+        refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         if wiring.is_standard:
             raise LadderError("the wiring is standard, as the model is: there is nothing to fit")
         if wiring.local:

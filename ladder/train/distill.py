@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
-from ladder.hf.load import pretrained, quiet
+from ladder.hf.convert import convert
+from ladder.hf.load import pretrained, quantizer_of, quiet, reason
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.progress import Progress
-from ladder.scan.checkpoints import check_init_from, read_original, read_tokenizer
+from ladder.scan.checkpoints import check_init_from, read_original, read_tokenizer, refuse_quantized
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
@@ -38,7 +40,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         del wanted["staleness_way"]  # older runs may have it although it has no effect
     folder.check(options.out, wanted)
     with quiet():
-        wiring, tokenizer = _checked(options, training)
+        wiring, tokenizer, quantizer = _checked(options, training)
 
     def make(data: TrainingData, args: Any) -> TrainingTask:
         def original() -> Any:
@@ -59,14 +61,15 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         if options.kl_weight or options.hidden_weight:
             teacher = CachedTeacher() if options.teacher_top else OnlineTeacher(original())
         steps = round(options.staleness_share * training.steps)
-        dtype = _dtype(training) if options.method == "side" else torch.float32  # trained weights are float32
+        frozen = options.method == "side" or quantizer is not None
+        dtype = _dtype(training) if frozen else torch.float32  # trained weights are float32
         model = pretrained(AutoModelForCausalLM, str(options.init_from or options.model), dtype=dtype)
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # for the model's new parameters
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options, wired)
         weights = LossWeights(options.kl_weight, options.lm_weight, options.hidden_weight)
-        finish = _finisher(options, wiring, tokenizer, own)
+        finish = _finisher(options, wiring, tokenizer, own, quantizer)
         staleness = None
         if steps:
             staleness = StalenessSchedule(steps, options.staleness_way, wired, len(wiring.layers), training.seed)
@@ -80,8 +83,10 @@ def _dtype(training: TrainingOptions) -> torch.dtype:
     return torch.bfloat16 if training.precision == "bfloat16" else torch.float32
 
 
-def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, Any]:
-    """The wiring and the tokenizer; all that cannot be done is refused here."""
+def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, Any, str | None]:
+    """The wiring, the tokenizer, and the quantizer of the weights to start from; all that cannot be done is refused
+    here.
+    """
     config, wiring = read_original(options.model, options.wiring, training.seq_len)
     check_ranks(wiring, options.ranks)
     if options.ranks > 1:
@@ -108,7 +113,12 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
     if options.init_from is not None:
         check_init_from(options.init_from, config, wiring, options.ranks)
-    return wiring, read_tokenizer(options.model, config, training.data, training.valid)
+        config = pretrained(AutoConfig, str(options.init_from))
+    if options.method != "lora":
+        instead = "train an adapter beside them (--method lora), or adapt the model that they were made from and "
+        refuse_quantized(str(options.init_from or options.model), config, instead + "quantize what comes out")
+    tokenizer = read_tokenizer(options.model, config, training.data, training.valid)
+    return wiring, tokenizer, quantizer_of(config)
 
 
 def _trainable(model: Any, options: AdaptOptions, wired: tuple[int, ...]) -> Any:
@@ -119,38 +129,58 @@ def _trainable(model: Any, options: AdaptOptions, wired: tuple[int, ...]) -> Any
     if options.method == "side":
         return SideModel(model, SideConfig(reduction=options.reduction))
     if options.method == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        return get_peft_model(
-            model,
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=options.lora_rank,
-                lora_alpha=2 * options.lora_rank,
-                target_modules="all-linear",
-            ),
-        )
+        return _with_lora(model, options.lora_rank)
     return model
 
 
-def _finisher(options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torch.dtype) -> Callable[[Any, Path], None]:
+def _with_lora(model: Any, rank: int) -> Any:
+    """Adapters beside all linear layers, of whatever class a quantizer has made them."""
+    from peft import LoraConfig, get_peft_model
+
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.is_trainable:
+        raise LadderError(f"transformers does not train beside weights of {quantizer_of(model.config)}")
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    try:
+        return get_peft_model(model, config)
+    except (ImportError, TypeError, ValueError) as error:
+        raise LadderError(f"peft has no LoRA for this model: {reason(error)}") from error
+
+
+def _save_adapter(trainer: Any, source: str, wiring: Wiring, out: Path) -> None:
+    """The quantized weights that were started from, unchanged, and the adapter beside them."""
+    local = Path(source).is_dir()
+    convert(source if local else snapshot_download(source, local_files_only=True), out, str(wiring))
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = ""  # the weights of its own folder
+    model.save_pretrained(out, save_embedding_layers=False)
+    for file in out.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors creates it for its owner alone
+
+
+def _finisher(
+    options: AdaptOptions, wiring: Wiring, tokenizer: Any, dtype: torch.dtype, quantizer: str | None
+) -> Callable[[Any, Path], None]:
     def finish(trainer: Any, out: Path) -> None:
-        if options.method == "lora":
+        if options.method == "lora" and quantizer is None:
             merged = trainer.accelerator.unwrap_model(trainer.model_wrapped).merge_and_unload()
             trainer.model_wrapped = trainer.model = merged
-        if options.method != "side":
+        if options.method != "side" and quantizer is None:
             save_trained(trainer, out, dtype)
         if trainer.args.process_index == 0:
+            if quantizer is not None:
+                _save_adapter(trainer, str(options.init_from or options.model), wiring, out)
             if options.method == "side":
                 trainer.accelerator.unwrap_model(trainer.model_wrapped).save(out)
             tokenizer.save_pretrained(out)
             kind = trainer.model.config.model_type
             losses = bool(options.kl_weight or options.hidden_weight), bool(options.lm_weight)
-            fitted = options.init_from is not None
+            ways = (*losses, options.init_from is not None, quantizer)
             text = (
                 side_card(options.model, options.out, kind, wiring, options.init_from)
                 if options.method == "side"
-                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, *losses, fitted)
+                else adapted_card(options.model, options.out.name, kind, wiring, kind in NATIVE, *ways)
             )
             (out / "README.md").write_text(text, encoding="utf-8")
 

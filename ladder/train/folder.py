@@ -89,7 +89,8 @@ def finished(out: Path) -> bool:
 
 def start(out: Path, wanted: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / FINAL, ignore_errors=True)  # left by a run that was killed at its end
+    for left in out.glob(f"{FINAL}*"):  # by a run that was killed at its end
+        shutil.rmtree(left, ignore_errors=True)
     write_json(out / RUN, wanted)
 
 
