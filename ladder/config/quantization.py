@@ -97,6 +97,14 @@ def named_format(name: str) -> Quantization:
     return Quantization() if storage == DENSE else Quantization(((("Linear",), storage),), HEADS)
 
 
+def format_names(texts: Iterable[str]) -> tuple[str, ...]:
+    """`--weights bf16,fp8 --weights int4` as names of the table."""
+    names = tuple(dict.fromkeys(part.strip() for text in texts for part in text.split(",")))
+    for name in names:
+        named_format(name)
+    return names
+
+
 def _compiled(target: str) -> re.Pattern[str]:
     try:
         return re.compile(target.removeprefix("re:"))
