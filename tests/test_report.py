@@ -15,6 +15,8 @@ from ladder.report import figures as report_figures
 from ladder.report.figures import SPEEDUP, TOKENS, frontier, latency, throughput
 from ladder.report.looks import LOOKS, looks
 from ladder.report.options import ReportOptions
+from ladder.report.page import page as make_page
+from ladder.report.plots import DRAWINGS, pictures
 from ladder.report.published import beside
 from ladder.report.rows import load
 from ladder.report.weight_figures import by_weights
@@ -160,10 +162,11 @@ def test_the_real_model_answers(tmp_path: Path) -> None:
 def test_speedups_by_weight_format(tmp_path: Path) -> None:
     """Each over standard with the same weights; in the order of the table, measured and predicted side by side."""
     times = {"int4": (4.0, 2.0), "bf16": (8.0, 6.0), "fp8": (5.0, 3.0)}
-    lines = [row(arm, 1, ms, weights=weights) for weights, pair in times.items()
+    few = {"layers": 4, "of_layers": 80}  # which are predicted soon
+    lines = [row(arm, 1, ms, weights=weights, **few) for weights, pair in times.items()
              for arm, ms in zip(("standard", "ladder"), pair, strict=True)]  # fmt: skip
-    lines += [row("ladder", 4, 3.0), row("ladder", 4, 3.0, weights="fp8")]  # without standard
-    lines += [row("standard", 16, 9.0), row("ladder", 16, 8.0)]  # of one format
+    lines += [row("ladder", 4, 3.0, **few), row("ladder", 4, 3.0, weights="fp8", **few)]  # without standard
+    lines += [row("standard", 16, 9.0, **few), row("ladder", 16, 8.0, **few)]  # of one format
     rows = load([write(tmp_path / "rows.jsonl", lines)]).rows
     (panel,) = by_weights(rows)
     assert panel.ticks == ["bf16", "fp8", "int4"] and panel.keys["batch"] == "1" and "weights" not in panel.facts
@@ -171,8 +174,14 @@ def test_speedups_by_weight_format(tmp_path: Path) -> None:
     assert [place for place, _ in panel.curves["ladder"]] == [0, 1, 2] and "predicted" in panel.remark
     first = [mark for each in throughput(rows) for mark in each.marks[SPEEDUP] if mark.arm == "ladder"]
     assert len(first) == 4  # formats are not compared with each other
-    page, *pictures = report([tmp_path / "rows.jsonl"], tmp_path / "out")
-    assert "weights-llama-3-70b-tp8-batch1-nvlink_nccl.png" in {path.name for path in pictures}
+    out, names = tmp_path / "out", looks(row.arm for row in rows)
+    out.mkdir()
+    (picture,) = pictures({"weights": [panel]}, DRAWINGS, [], names, out)
+    assert picture.name == "weights-llama-3-70b-tp8-batch1-nvlink_nccl.png" and picture.stat().st_size > 10_000
+    page = out / "report.html"
+    drawn = {"throughput": throughput(rows), "weights": [panel]}
+    page.write_text(make_page(load([tmp_path / "rows.jsonl"]), drawn, names), encoding="utf-8")
+    assert {each["keys"]["weights"] for each in data(page)["figures"]["throughput"]} == {"bf16", "fp8", "int4"}
     table = data(page)["weights"]
     (cells,) = table["cells"]
     shown = dict(zip((column["title"] for column in table["columns"]), cells, strict=True))
@@ -180,7 +189,8 @@ def test_speedups_by_weight_format(tmp_path: Path) -> None:
     assert shown["fp8, predicted"] == panel.curves["ladder"][1][1] > 1
     titles = [column["title"] for column in data(page)["rows"]["columns"]]
     assert [each[titles.index("weights")] for each in data(page)["rows"]["cells"]][:2] == ["int4", "int4"]
-    strange = [row(arm, 1, 2.0, weights=weights) for weights in ("bf16", EVIL) for arm in ("standard", "ladder")]
+    arms = ("standard", "ladder")
+    strange = [row(arm, 1, 2.0, weights=weights, **few) for weights in ("bf16", EVIL) for arm in arms]
     (panel,) = by_weights(load([write(tmp_path / "strange.jsonl", strange)]).rows)
     assert len(panel.curves["ladder"]) == 1  # nothing is predicted of a format that is not known
     (alone,) = beside_of(tmp_path, [row("standard", 4, 9.0, weights="fp8"), row("ladder", 4, 3.0, weights="fp8")])

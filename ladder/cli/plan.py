@@ -35,7 +35,11 @@ FIGURES = {
     "tokens_per_s_gpu": "/GPU",
 }
 
-FOOT = {"bytes_per_weight": "bytes per weight of the layers' matrices", "weights_gb": "GB of weights on each GPU", "cache_gb": "GB of keys and values on each GPU"}
+FOOT = {
+    "bytes_per_weight": "bytes per weight of the layers' matrices",
+    "weights_gb": "GB of weights on each GPU",
+    "cache_gb": "GB of keys and values on each GPU",
+}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ python -m ladder.perf.calibrate RUNS.csv|RUNS.jsonl [--engine paper|ladder] [--s
 
 RUNS is a table of published runs (columns p2p, model, wiring, tp, batch, prefill_s, decode_s; 1024 + 512 new), or the
 lines of `ladder bench` or `ladder.bench.one_rank`, of any format of weights: for each format the share of the peak is
-fitted, and everything else where there are lines of bf16. Prints the errors of both halves before and after, in how many
-groups (same size, ranks, batch and link) the wirings come out in the measured order, and the row.
+fitted, and everything else where there are lines of bf16. Prints the errors of both halves before and after, in how
+many groups (same size, ranks, batch and link) the wirings come out in the measured order, and the row.
 """
 
 import argparse

@@ -58,7 +58,8 @@ def throughput(rows: Sequence[Row]) -> list[Panel]:
         for link, cells in by_link(group, lambda row: row.compared_on).items():
             bases = {row.batch: row for row in cells if row.arm == BASE}
             speedups = [_speedup(row, bases[row.batch]) for row in cells if row.batch in bases]
-            keys = {"size": size, "TP": str(tp), "link": link_name(link, cells), "measured": setting(cells)}
+            keys = {"size": size, "TP": str(tp), **_format(rows, cells), "link": link_name(link, cells)}
+            keys["measured"] = setting(cells)
             remark = "" if bases else f"No row of the arm {BASE} here, so no speed-up."
             marks = {TOKENS: [_total(row, bases.get(row.batch)) for row in cells], SPEEDUP: speedups}
             lead = max((mark.y for mark in speedups if mark.arm == "ladder"), default=0.0)
@@ -74,7 +75,7 @@ def frontier(rows: Sequence[Row]) -> list[Panel]:
             if len({(row.tp, row.batch) for row in cells}) < 2:
                 continue  # single points make no frontier
             marks = [mark for arm in grouped(cells, lambda row: row.arm).values() for mark in _front(arm)]
-            keys = {"size": size, "link": link_name(link, cells), "measured": setting(cells)}
+            keys = {"size": size, **_format(rows, cells), "link": link_name(link, cells), "measured": setting(cells)}
             best = {arm: max((mark.x for mark in marks if mark.arm == arm), default=0.0) for arm in (BASE, "ladder")}
             panels.append(
                 Panel(keys, facts(cells), {"": marks}, lead=best["ladder"] / best[BASE] if best[BASE] else 0.0)
@@ -100,7 +101,8 @@ def latency(rows: Sequence[Row]) -> list[Panel]:
                 if curves
                 else f"No curve: the performance model does not know {chip}, or not this size."
             )
-            keys = {"size": size, "TP": str(tp), "batch": str(batch), "measured": setting(group)}
+            keys = {"size": size, "TP": str(tp), "batch": str(batch), **_format(rows, group)}
+            keys["measured"] = setting(group)
             lead = max((mark.y for mark in marks if mark.arm == "ladder"), default=0.0)
             panels.append(Panel(keys, facts(group), {"": marks}, remark, curves, lead))
     return panels
@@ -164,6 +166,11 @@ def link_name(link: str | None, rows: Sequence[Row]) -> str:
     alphas = {row.link_alpha_us for row in rows if row.arm not in ANY_LINK}
     alpha = alphas.pop() if len(alphas) == 1 else None
     return (link or "as built in") + (f" ({alpha:g} µs)" if alpha and "," not in (link or "") else "")
+
+
+def _format(rows: Sequence[Row], cells: Sequence[Row]) -> dict[str, str]:
+    """The format of a panel's weights, a choice where any row is of quantized ones."""
+    return {"weights": cells[0].weights} if any(row.weights != "bf16" for row in rows) else {}
 
 
 def by_link(rows: Sequence[Row], name: Callable[[Row], str | None]) -> dict[str | None, list[Row]]:

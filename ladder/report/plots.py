@@ -278,5 +278,9 @@ def _line(pyplot: Any, look: Look) -> Any:
     return pyplot.Line2D([], [], color=look.colour, linestyle=dash(look), **shape)
 
 
-DRAWINGS: dict[str, Drawing] = {"throughput": _throughput, "frontier": _frontier, "latency": _latency}
-DRAWINGS["weights"] = _weights
+DRAWINGS: dict[str, Drawing] = {
+    "throughput": _throughput,
+    "frontier": _frontier,
+    "latency": _latency,
+    "weights": _weights,
+}
