@@ -11,21 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from rich.text import Text
 
-from ladder.bench.model import random_model
+from ladder.bench.model import Case, random_model
 from ladder.bench.ranks import stream_ranks
-from ladder.bench.sweep import measure
-from ladder.bench.sweep.cells import Cell, Hardware, cells, comparisons
+from ladder.bench.sweep import measure, sweep
+from ladder.bench.sweep.cells import Cell, Hardware, cells, comparisons, needs
 from ladder.bench.sweep.measure import Measured, StepsDone, Timings, figures, in_turns
 from ladder.bench.sweep.options import PRESETS, BenchOptions
 from ladder.bench.sweep.runners import GraphRunner, PlainRunner, pieces
-from ladder.bench.sweep.sweep import COLUMNS, KEYS, bench, line_of, table
+from ladder.bench.sweep.sweep import COLUMNS, KEYS, bench, done, key, line_of, read, table
 from ladder.comm.base import Comm, Solo
 from ladder.comm.one_rank import OneRank
+from ladder.config.quantization import NAMED
 from ladder.engine import graphs
 from ladder.errors import LadderError, RankError
 from ladder.kernels.launch import Launch, References
 from ladder.layers.cache import KVCache
+from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.perf.arms import ARMS, wiring_of
 from tests.recording import Recording
@@ -110,6 +113,18 @@ def test_flags_override_the_preset() -> None:
         ({"preset": "quick", "layers": 9}, LAPTOP, "at most quick's 8"),
         ({"preset": "quick", "repetitions": 1}, LAPTOP, "repetitions must be from 2"),
         ({"preset": "quick", "batch": (0,)}, LAPTOP, "batch must be from 1"),
+        ({"preset": "quick", "weights": ("fp9",)}, LAPTOP, "unknown format of weights 'fp9'.*nearest is 'fp8'"),
+        ({"preset": "quick", "weights": ("fp8,",)}, LAPTOP, "unknown format of weights ''"),
+        (
+            {"preset": "quick", "size": ("embedded",), "weights": ("int4",)},
+            LAPTOP,
+            "2 ranks would cut the groups of 128 of a matrix's 320 inputs",
+        ),
+        (
+            {"preset": "quick", "size": ("embedded",), "weights": ("int4-64",), "tp": (1,)},
+            LAPTOP,
+            "864 inputs of a rank's matrix cannot be stored as int4 in groups of 64 inputs: groups of 32 can be",
+        ),
         ({"preset": "quick", "mode": "one"}, LAPTOP, "unknown mode 'one'.*'one-rank'"),
         ({"preset": "quick", "mode": "one-rank"}, LAPTOP, "needs a GPU"),
         ({"preset": "quick", "device": "cuda"}, LAPTOP, "torch sees no GPU"),
@@ -178,6 +193,49 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert grid.row_count == len(rows) + 2 and "ranks" in str(grid.caption)
     assert grid.title == "tiny, TP 2, 8+8 tokens, link 2ms,10GB/s (emulated)"
     assert table(rows[:8]).title == "tiny, TP 2, batch 1, 8+8 tokens, link 2ms,10GB/s (emulated)"
+
+
+@pytest.mark.parametrize("weights", [name for name in NAMED if name not in ("bf16", "int4")])  # tiny has no 128 inputs
+def test_random_quantized_models(weights: str) -> None:
+    """Every weight is a number, about as large as a dense one."""
+    model = random_model(Case("tiny", 1, weights=weights), Solo(), torch.device("cpu"), torch.float32)
+    found = [module for module in model.modules() if isinstance(module, Quantized)]
+    assert len(found) == 4 * model.config.layers and {each.storage for each in found} == {NAMED[weights]}
+    for each in found:
+        dense = each.dequantized()
+        assert dense.isfinite().all() and each.scales.unique().numel() > 1
+        assert 0.015 < dense.std() < 0.027 and dense.mean().abs() < 0.004  # scales are within a half of their mean
+    assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
+    assert model.lm_head.quantized is None and model.embed_tokens.weight.std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_formats_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model for each format, standard and ladder measured on it; lines name the format."""
+    monkeypatch.setattr(sweep, "stream_ranks", lambda size, device, work, todo: work(Solo(), device, todo))
+    monkeypatch.setattr(measure, "core_peaks", lambda dtype: {"read_tb_s": 1e-6, "tflop_s": 1e-6})
+    given = replace(TINY, arm=("standard", "ladder"), weights=("bf16,fp8", "int4-32"), batch=(1,), repetitions=2)
+    planned = cells(given, LAPTOP)
+    assert [(cell.weights, cell.arm) for cell in planned[1:4]] == [
+        *(("bf16", "ladder"), ("fp8", "standard"), ("fp8", "ladder")),
+    ]
+    assert [len(compared) for compared in comparisons(planned)] == [2, 2, 2]
+    bytes_of = [needs(cell).weights for cell in planned[::2]]
+    assert bytes_of[0] > bytes_of[1] > bytes_of[2]
+    out = tmp_path / "bench.jsonl"
+    with torch.inference_mode():
+        rows = list(bench(replace(given, weights=("fp8",), tp=(1,), out=out), quiet))
+    assert [row["weights"] for row in rows] == ["fp8", "fp8"] and rows == read(out)
+    assert all(row["tpot_ms_p50"] > 0 and row["bandwidth_share"] > 0 for row in rows)
+    old = [{name: value for name, value in row.items() if name != "weights"} for row in rows]  # which are of bf16
+    out.write_text("".join(f"{json.dumps(row)}\n" for row in old))
+    assert {row["weights"] for row in read(out)} == {"bf16"} and done(out) == {
+        *(key({**row, "weights": "bf16"}) for row in rows),
+    }
+    grid = table([{**rows[0], "weights": "bf16"}, *rows])
+    assert "weights" not in str(grid.title) and [cell for cell in grid.columns[0].cells if "weights" in str(cell)] == [
+        *(Text("weights bf16"), Text("weights fp8")),
+    ]
+    assert "weights fp8" in str(table(rows).title)
 
 
 def test_the_table_shows_lanes_where_lines_have_them() -> None:

@@ -22,7 +22,9 @@ def test_committed_results_are_read_under_todays_names(path: Path) -> None:
     found = read_lines(path)
     assert len(found.objects) == len(raw) > 0 and not found.torn
     for (_, row), old in zip(found.objects, raw, strict=True):
-        assert len(row) == len(old) and not set(row) & set(KEYS)
+        added = {"weights"} if {"wiring", "tp"} <= row.keys() and "weights" not in old else set()
+        assert len(row) == len(old) + len(added) and not set(row) & set(KEYS)
+        assert all(row[key] == "bf16" for key in added)
         assert not any((key, value) in VALUES for key, value in row.items() if isinstance(value, str))
         assert all(row[KEYS.get(key, key)] == value for key, value in old.items() if (key, str(value)) not in VALUES)
 
@@ -57,6 +59,8 @@ def test_lines(tmp_path: Path) -> None:
     assert current({"sums": 3, "link": "nvlink_nccl", "link_kind": "real"}) == {
         **{"all_reduces": 3, "link": "nvlink_nccl", "link_kind": "real"}
     }
+    run = {"wiring": "ladder", "tp": 8}
+    assert current(run)["weights"] == "bf16" and current({**run, "weights": "fp8"})["weights"] == "fp8"
     path.write_text('{"sum_us": NaN}\n\n{"wire": [1]}\n{"a": ')
     assert read_lines(path) == ([(1, {"all_reduce_us": None}), (3, {"comm": [1]})], True)
     path.write_text("[1]\n")

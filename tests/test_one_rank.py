@@ -15,12 +15,12 @@ import torch
 
 from ladder.bench import one_rank
 from ladder.bench.model import Case, FusedModel, configure, random_model
-from ladder.bench.one_rank import WIRINGS, bound_ms, spread, two_lanes_ms
+from ladder.bench.one_rank import MEASUREMENTS, WIRINGS, bound_ms, spread, two_lanes_ms
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.step_trace import kernels_of, step_of
 from ladder.bench.tune import tuned
 from ladder.comm.base import Solo
-from ladder.comm.link import Link
+from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
@@ -176,6 +176,19 @@ def test_a_step_without_a_sub_block(part: str, output: str, monkeypatch: pytest.
     for layer in model.layers:
         layer.get_submodule(output).weight.zero_()  # type: ignore[operator, union-attr]
     assert torch.allclose(lacking, logits(None), rtol=1e-5, atol=1e-6) and not torch.allclose(lacking, whole, rtol=1e-2)
+
+
+def test_cases_of_formats() -> None:
+    """One rank of 70B, and 8B, in fp8 and int4: what they are made of can be, and lines will name the format."""
+    found = {name: each.args for name, each in MEASUREMENTS.items() if name.endswith(("-fp8", "-int4"))}
+    assert set(found) == {f"{name}-{weights}" for name in ("70b", "70b-16", "8b") for weights in ("fp8", "int4")}
+    for name, (case, links, wirings) in found.items():
+        config = case.config()
+        config.check_degree(case.tp)
+        RankCosts(config, case.tp).check_groups()
+        assert name.endswith(f"-{case.weights}") and RankCosts(config, case.tp).bytes_per_weight < 1.01
+        assert (case.batch == 16) == ("-16-" in name) and {"standard", "ladder", "parallel-1"} <= set(wirings)
+        assert [round(LINKS[link].alpha * 1e6) for link in links] == ([8, 24, 62] if case.tp == 8 else [])
 
 
 def test_spread() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from ladder.cli import main
 from ladder.comm.base import RankOnly
 from ladder.comm.link import LINKS, Link
 from ladder.config import ModelConfig
+from ladder.config.model import Experts
+from ladder.config.quantization import DENSE, NAMED, named_format
 from ladder.errors import LadderError
+from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.perf import calibrate
 from ladder.perf.arms import ARMS
 from ladder.perf.chips import CHIPS, Chip
 from ladder.perf.costs import ELEMENT_BYTES, RankCosts
 from ladder.perf.engines import ENGINES
-from ladder.perf.plan import Deployment, best, over_nodes, plan, predict, setting, swept
+from ladder.perf.plan import AS_BF16, Deployment, best, over_nodes, plan, predict, setting, swept
 from ladder.perf.predict import Setting, decoding, prefill, tpot_ms
 from ladder.perf.reach import RANKS, across
 from ladder.perf.schedule import Phase, walk, walk_two_lanes
@@ -176,6 +180,97 @@ def test_costs_are_those_of_the_decoder(config: ModelConfig, tp: int, dtype: str
     scores = sum(2 * 2 * 5 * sum(range(1, 8)) * config.heads // tp * config.head_dim for _ in range(config.layers))
     # the formula takes half of the square, which is short of the diagonal's half
     assert costs.prompt_operations(5, 7) == pytest.approx(2 * 5 * 7 * matrices + scores * 7 / 8, rel=1e-12)
+
+
+MIXED = ModelConfig(128, 3, 8, 2, 256, vocab=97, head_dim=32, family="qwen3_moe", tied=True)
+STORED = [  # int4 in groups of 128 needs 128 inputs on a rank
+    ModelConfig(1024, 2, 16, 8, 2048, vocab=1999),
+    ModelConfig(2048, 2, 16, 2, 1024, vocab=97, family="qwen2", qkv_bias=True, head_dim=128, dtype="bfloat16"),
+    replace(MIXED, hidden=1024, heads=32, experts=Experts(4, 2, 1024, dense_layers=(1,)), ffn=2048),
+]
+
+
+@pytest.mark.parametrize("config", STORED, ids=lambda config: config.family)
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("weights", NAMED)
+def test_costs_of_quantized_weights_are_those_of_the_decoder(config: ModelConfig, tp: int, weights: str) -> None:
+    """Codes, scales, and all that stays as it is: the first rank's tensors."""
+    stored = replace(config, weights=named_format(weights))
+    model = Decoder(stored, RankOnly(0, tp), "meta")
+    costs = RankCosts(stored, tp, ELEMENT_BYTES[config.dtype])
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    assert costs.weight_bytes == sum(sizes.values())
+    kinds = {module.storage for module in model.modules() if isinstance(module, Quantized)}
+    assert kinds == ({NAMED[weights]} - {DENSE})
+    read = sum(size for name, size in sizes.items() if config.tied or "embed_tokens" not in name)
+    most = costs.step_bytes(10_000, 0)  # so many tokens choose every expert
+    assert most == read
+    plain = RankCosts(config, tp, ELEMENT_BYTES[config.dtype])
+    assert (costs.attention, costs.mlp(3), costs.prompt_operations(5, 7)) == (
+        *(plain.attention, plain.mlp(3), plain.prompt_operations(5, 7)),
+    )
+    assert costs.cache_bytes(3, 48) == plain.cache_bytes(3, 48)
+
+
+def test_bytes_per_weight() -> None:
+    """By hand, of 70B on one rank of eight: every scale serves 128 inputs of an output, or all of a rank's."""
+    config, found = ModelConfig.named("llama-3-70b"), {}
+    for weights in NAMED:
+        found[weights] = RankCosts(replace(config, weights=named_format(weights)), 8).bytes_per_weight
+    assert found["bf16"] == 2 and found["fp8"] == found["int8"]
+    assert found["int4"] == 0.5 + 2 / 128 and found["int4-32"] == 0.5 + 2 / 32 and found["fp8-block"] == 1 + 4 / 128
+    outputs = 10 * 128 + 8192 + 2 * 3584 + 8192  # of qkv, o, gate and up, down
+    elements = 8192 * (18 * 128 + 3 * 3584)
+    assert found["fp8"] == pytest.approx(1 + 4 * outputs / elements, rel=1e-12)
+
+
+def test_gains_grow_as_weights_shrink() -> None:
+    """Where a sub-block still hides an all-reduce; where the link is the bound, standard alone gains."""
+    for batch, wiring in product((1, 4), ("parallel-1", "ladder", "ladder-2")):
+        one = replace(PAPER, chip="h200", link="nvlink_oneshot", batch=batch)
+        rows = plan(replace(one, wiring=w, weights=f) for f in ("bf16", "fp8", "int4") for w in (wiring, "standard"))
+        assert 1 < rows[0]["speedup"] < rows[2]["speedup"] < rows[4]["speedup"], (batch, wiring)
+        assert [row["assumed"] for row in rows[::2]] == [None, AS_BF16, AS_BF16]
+        assert {row["speedup"] for row in rows[1::2]} == {1}
+    slow = replace(PAPER, chip="h200", link="pcie_shm_tp8", batch=1)
+    rows = plan(replace(slow, wiring=w, weights=f) for f in ("bf16", "int4") for w in ("ladder", "standard"))
+    assert rows[0]["tpot_ms"] == pytest.approx(rows[2]["tpot_ms"], rel=1e-3) and rows[0]["speedup"] > rows[2]["speedup"]
+
+
+def test_prefill_of_quantized_weights_by_hand() -> None:
+    """As fast as bf16, and beside it codes are read and matrices are written, at the rate of reading."""
+    one = replace(PAPER, chip="h200", size="llama-3-8b", tp=1, wiring="standard")
+    plain, stored = (setting(replace(one, weights=weights)) for weights in ("bf16", "int4"))
+    size = 32 * (plain.costs.attention + plain.costs.mlp())
+    moved = size * (2 + 0.5 + 2 / 128) / (plain.engine.prompt.reach * 4.8e12)
+    assert prefill(stored).seconds == pytest.approx(prefill(plain).seconds + moved, rel=1e-9)
+
+
+def test_measured_lines_of_a_format_fit_its_share_of_the_peak(tmp_path: Path) -> None:
+    """Lines made with a known share; everything else stays as it is, and then nothing is assumed any more."""
+    ours = ENGINES["ladder"]
+    true = replace(ours, single=replace(ours.single, reaches={"fp8": 0.7}))
+    lines = []
+    for size, wiring in product(("llama-3-8b", "llama-3.2-1b"), ("standard", "ladder")):
+        config = replace(ModelConfig.named(size).rewired(wiring), weights=named_format("fp8"))
+        s = Setting(config, 4, 1, 1024, 0, CHIPS["h200"], true, LINKS["nvlink_nccl"], "nvlink_nccl")
+        line = {"measure": "decode", "size": size, "wiring": wiring, "tp": 4, "batch": 1, "context": 1024}
+        ms = decoding(s, lanes=1).seconds * 1e3
+        lines.append(line | {"link_name": "nvlink_nccl", "chip": "NVIDIA H200", "weights": "fp8", "ms": ms})
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    targets = calibrate.measured(path, ours)
+    assert {target.setting.weights for target in targets} == {"fp8"}
+    fitted = calibrate.fit(ours, targets, 20)
+    assert fitted.single.reaches["fp8"] == pytest.approx(0.7, abs=0.01)
+    assert replace(fitted, single=replace(fitted.single, reaches={})) == ours
+    bf16 = [
+        replace(target, setting=replace(target.setting, config=ModelConfig.named("llama-3-8b"))) for target in targets
+    ]
+    assert {target.group[2] for target in (*targets, *bf16)} == {"fp8", "bf16"}  # which are not compared
+    path.write_text(json.dumps(lines[0] | {"weights": "fp9"}))
+    with pytest.raises(LadderError, match="unknown format of weights 'fp9'"):
+        calibrate.measured(path, ours)
 
 
 def test_figures_hang_together() -> None:
@@ -344,6 +439,17 @@ def test_what_is_proposed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     [
         ("--tp 7", "7 ranks cannot share 64 heads.*; the nearest is 8"),
         ("--tp 1", "needs 141.6 GB on each h100 .*, which has 76.0 GB to use: try --tp 2 or --chip b200"),
+        ("--tp 1 --chip h100", "try --tp 2 or --chip b200 or --weights fp8"),
+        ("--weights fp9", "unknown format of weights 'fp9': known are bf16, fp8, .*; the nearest is 'fp8'"),
+        ("--weights bf16,", "unknown format of weights ''"),
+        ("--weights fp8 --weights int44", "the nearest is 'int4'"),
+        ("--weights int4 --tp 64", "64 ranks would cut the groups of 128 of a matrix's 28672 inputs"),
+        ("--weights fp8-block --tp 8 --size qwen3-30b-a3b", "cut the groups of 128 of a matrix's 768 inputs"),
+        (
+            "--weights int4 --tp 1 --size smollm2-135m",
+            "576 inputs .* in groups of 128 inputs: groups of 32 or 64 can be",
+        ),
+        ("--weights int4 --tp 8 --size qwen3-30b-a3b --target-ms 9", "8 ranks would cut the groups of 128"),
         ("--tp 0", "tp must be from 1"),
         ("--tp x", "--tp 'x' is not numbers"),
         ("--link nvlink_ncl", "unknown link 'nvlink_ncl': .*; the nearest is 'nvlink_nccl'"),
@@ -410,6 +516,18 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     )
     shown = run("--tp", "8,64", "--wiring", "ladder")
     assert shown.count("remark: link nvlink_nccl was measured with 8 ranks, not 64") == 1
+    few = ["--size", "tiny", "--tp", "2", "--prompt", "8", "--new", "8", "--wiring", "standard", "--wiring", "ladder"]
+    formats = run(*few, "--weights", "bf16,fp8", "--weights", "int4-32")
+    assert "Times as fast as standard with the same weights" in formats and "x standard" in formats
+    assert formats.count(f"remark: fp8, int4-32: {AS_BF16}") == 1 and "bytes per weight" in formats
+    head = next(line for line in formats.splitlines() if "wiring" in line and "MLP us" not in line)
+    assert head.split() == ["wiring", "bf16", "fp8", "int4-32"]
+    assert "Times as fast" not in run(*few, "--weights", "fp8")
+    assert "x standard" not in run(*few[:-4], "--wiring", "ladder", "--weights", "bf16,fp8")
+    rows = json.loads(run(*few, "--weights", "int4-32,fp8", "--json"))
+    assert [(r["weights"], r["wiring"]) for r in rows[:3]] == [
+        *(("int4-32", "standard"), ("int4-32", "ladder"), ("fp8", "standard")),
+    ]
     narrow = json.loads(run("--chip", "h200", "--target-ms", "40", "--link", "pcie_shm_tp2", "--json"))
     assert narrow["tp"] <= 2  # no more than the link joins
     found = json.loads(run("--chip", "h200", "--target-ms", "12", "--tp", "4,8", "--batch", "16", "--json"))

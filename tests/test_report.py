@@ -15,8 +15,11 @@ from ladder.report import figures as report_figures
 from ladder.report.figures import SPEEDUP, TOKENS, frontier, latency, throughput
 from ladder.report.looks import LOOKS, looks
 from ladder.report.options import ReportOptions
+from ladder.report.page import page as make_page
+from ladder.report.plots import DRAWINGS, pictures
 from ladder.report.published import beside
 from ladder.report.rows import load
+from ladder.report.weight_figures import by_weights
 from ladder.report.write import report
 
 EVIL = "</script><img src=x onerror=alert(1)>$\\frac{&\u2028"
@@ -135,7 +138,7 @@ def test_newest_row_counts_and_settings_stay_apart(tmp_path: Path) -> None:
 
 
 def test_the_models_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(size: str, wiring: str, tp: int, batch: int, context: int, link: Link, chip: str, layers: int) -> Any:
+    def model(size: str, wiring: str, tp: int, batch: int, context: int, link: Link, chip: str, *rest: Any) -> Any:
         if chip != "NVIDIA H200":
             return None
         return 4.0 if wiring == "none" else 5.0 + (160e3 * link.alpha if wiring == "standard" else 0)
@@ -154,6 +157,48 @@ def test_the_models_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_real_model_answers(tmp_path: Path) -> None:
     panel = latency(load([write(tmp_path / "rows.jsonl", sample())]).rows)[0]
     assert len(panel.curves["ladder"]) == report_figures.CURVE
+
+
+def test_speedups_by_weight_format(tmp_path: Path) -> None:
+    """Each over standard with the same weights; in the order of the table, measured and predicted side by side."""
+    times = {"int4": (4.0, 2.0), "bf16": (8.0, 6.0), "fp8": (5.0, 3.0)}
+    few = {"layers": 4, "of_layers": 80}  # which are predicted soon
+    lines = [row(arm, 1, ms, weights=weights, **few) for weights, pair in times.items()
+             for arm, ms in zip(("standard", "ladder"), pair, strict=True)]  # fmt: skip
+    lines += [row("ladder", 4, 3.0, **few), row("ladder", 4, 3.0, weights="fp8", **few)]  # without standard
+    lines += [row("standard", 16, 9.0, **few), row("ladder", 16, 8.0, **few)]  # of one format
+    rows = load([write(tmp_path / "rows.jsonl", lines)]).rows
+    (panel,) = by_weights(rows)
+    assert panel.ticks == ["bf16", "fp8", "int4"] and panel.keys["batch"] == "1" and "weights" not in panel.facts
+    assert [(mark.x, mark.y) for mark in panel.marks[""]] == [(0, 8 / 6), (1, 5 / 3), (2, 2.0)]
+    assert [place for place, _ in panel.curves["ladder"]] == [0, 1, 2] and "predicted" in panel.remark
+    first = [mark for each in throughput(rows) for mark in each.marks[SPEEDUP] if mark.arm == "ladder"]
+    assert len(first) == 4  # formats are not compared with each other
+    out, names = tmp_path / "out", looks(row.arm for row in rows)
+    out.mkdir()
+    (picture,) = pictures({"weights": [panel]}, DRAWINGS, [], names, out)
+    assert picture.name == "weights-llama-3-70b-tp8-batch1-nvlink_nccl.png" and picture.stat().st_size > 10_000
+    page = out / "report.html"
+    drawn = {"throughput": throughput(rows), "weights": [panel]}
+    page.write_text(make_page(load([tmp_path / "rows.jsonl"]), drawn, names), encoding="utf-8")
+    assert {each["keys"]["weights"] for each in data(page)["figures"]["throughput"]} == {"bf16", "fp8", "int4"}
+    table = data(page)["weights"]
+    (cells,) = table["cells"]
+    shown = dict(zip((column["title"] for column in table["columns"]), cells, strict=True))
+    assert (shown["arm"], shown["int4, measured"]) == ("ladder", 2.0)
+    assert shown["fp8, predicted"] == panel.curves["ladder"][1][1] > 1
+    titles = [column["title"] for column in data(page)["rows"]["columns"]]
+    assert [each[titles.index("weights")] for each in data(page)["rows"]["cells"]][:2] == ["int4", "int4"]
+    arms = ("standard", "ladder")
+    strange = [row(arm, 1, 2.0, weights=weights, **few) for weights in ("bf16", EVIL) for arm in arms]
+    (panel,) = by_weights(load([write(tmp_path / "strange.jsonl", strange)]).rows)
+    assert len(panel.curves["ladder"]) == 1  # nothing is predicted of a format that is not known
+    (alone,) = beside_of(tmp_path, [row("standard", 4, 9.0, weights="fp8"), row("ladder", 4, 3.0, weights="fp8")])
+    assert alone is None  # the published figures are of 16 bits
+
+
+def beside_of(folder: Path, lines: list[Any]) -> set[float | None]:
+    return {line.ours for line in beside(load([write(folder / "beside.jsonl", lines)]).rows)}
 
 
 def test_beside_the_published(tmp_path: Path) -> None:

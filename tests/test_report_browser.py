@@ -17,6 +17,9 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 FLAGS += ["--disable-sync", "--no-first-run"]
 BOTH = pytest.mark.parametrize("page", [(1280, "light"), (400, "dark")], ids=["wide", "narrow"], indirect=True)
 
+TIMED = {("bf16", "standard"): 6.0, ("bf16", "ladder"): 4.0, ("fp8", "standard"): 4.0, ("fp8", "ladder"): 2.0}
+FORMATS = [row(arm, 1, ms, size="34B", layers=4, weights=weights) for (weights, arm), ms in TIMED.items()]
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
@@ -36,7 +39,7 @@ def browser() -> Iterator[Any]:
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     other = [row("standard", 1, 9.0, size="llama-3-8b"), row(EVIL, 1, 6.0, size="llama-3-8b")]
-    rows = write(folder / "rows.jsonl", [*sample(), *other])
+    rows = write(folder / "rows.jsonl", [*sample(), *other, *FORMATS])
     steps = write(folder / "steps.jsonl", [step("standard"), step()])
     return report([rows, steps], folder / "out")[0]
 
@@ -61,7 +64,7 @@ def page(request: pytest.FixtureRequest, browser: Any, html: Path) -> Iterator[A
 
 @BOTH
 def test_every_button_draws(page: Any) -> None:
-    for figure in ("throughput", "frontier", "latency", "timeline"):
+    for figure in ("throughput", "frontier", "latency", "weights", "timeline"):
         keys = page.eval_on_selector_all(f"#{figure} .choice button", "all => all.map(one => one.dataset.key)")
         assert keys
         for key in keys:
@@ -70,6 +73,14 @@ def test_every_button_draws(page: Any) -> None:
             assert button.get_attribute("aria-pressed") == "true"
             assert page.locator(f"#{figure} .plot .mark").count() > 0
             assert "commit" in page.locator(f"#{figure} .facts").first.inner_text()
+
+
+def test_speedups_by_weight_format(page: Any) -> None:
+    labels = page.eval_on_selector_all("#weights .plot .mark", "all => all.map(one => one.getAttribute('aria-label'))")
+    assert [label.split(":")[0] for label in labels] == ["ladder · bf16", "ladder · fp8"]
+    assert "measured" in page.locator("#weights").inner_text()
+    (cells,) = page.locator("#formats tbody tr").all()
+    assert {"1.50", "2.00"} <= {*cells.locator("td").all_inner_texts()}  # beside what is predicted
 
 
 def test_legend_switches_an_arm_everywhere(page: Any) -> None:
@@ -126,7 +137,9 @@ def test_tables_sort(page: Any) -> None:
         header.locator("button").click()
         assert header.get_attribute("aria-sort") == direction
         values = column(at)
-        assert len(values) == len(sample()) + 2 and values == sorted(values, key=lambda value: order * value)
+        assert len(values) == len(sample()) + 2 + len(FORMATS) and values == sorted(
+            values, key=lambda value: order * value
+        )
     for button in page.locator("#published th button").all():
         button.click()
     assert page.locator("#published tbody tr").count() == 32

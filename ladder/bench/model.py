@@ -4,7 +4,7 @@ This is the only module of `bench` that knows how the engine's fused passes and 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,18 @@ from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
+from ladder.config.quantization import named_format
 from ladder.engine.forward import Forward, Schedule
 from ladder.engine.graphs import LONGEST, Graphs
 from ladder.kernels.launch import Launch
 from ladder.layers.cache import KVCache
+from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 
 CAPTURED_PROMPT = LONGEST  # tokens of the longest prompt that is computed by a CUDA graph
 captured_length = Graphs.width  # what such a prompt is filled up to
+STD = 0.02  # of random weights
+SPREAD = {"fp8": 100.0, "int8": 74.0, "int4": 4.6}  # the standard deviation of codes that are drawn alike
 SUB_BLOCKS = {"attention": "attention", "MLP": "mlp"}  # kinds, and a layer's modules
 
 
@@ -34,9 +38,10 @@ class Case:
     tp: int
     batch: int = 1
     layers: int | None = None
+    weights: str = "bf16"  # the format of the layers' matrices
 
     def config(self) -> ModelConfig:
-        config = ModelConfig.named(self.size)
+        config = replace(ModelConfig.named(self.size), weights=named_format(self.weights))
         return config if self.layers is None else config.first(self.layers)
 
 
@@ -44,12 +49,29 @@ def random_model(case: Case, comm: Comm, device: torch.device, dtype: torch.dtyp
     """This rank's model with normal weights, drawn on its device: a step's time does not depend on their values."""
     model = Decoder(case.config(), comm, device, dtype)
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(std=0.02)
+    for module in model.modules():
+        if isinstance(module, Quantized):
+            _draw_codes(module)
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.data.fill_(1.0)
+            else:
+                parameter.data.normal_(std=STD)
     return model
+
+
+def _draw_codes(weight: Quantized) -> None:
+    """Every code that is a number, equally often, with scales that make the weights about as large as dense ones."""
+    codes = weight.codes.data.view(torch.uint8)
+    codes.random_(0, 256)
+    if weight.storage.kind == "fp8":
+        codes.masked_fill_((codes & 127) == 127, 0)  # these two are no numbers
+    weight.scales.data.uniform_(0.5, 1.5).mul_(STD / SPREAD[weight.storage.kind])
+    if weight.zeros is not None:
+        weight.zeros.data.random_(0, 16)
+    if weight.bias is not None:
+        weight.bias.data.fill_(1.0)
 
 
 def configure(

@@ -113,15 +113,15 @@ def two_lanes_ms(pattern: str, part: dict[str, float], costs: RankCosts, tb_s: f
 
     def phases(us: float, weights: Sequence[float]) -> list[Phase]:
         """Reading of each of the weights, and what else it takes between the first and the last of them."""
-        reading = [elements * costs.element_bytes / tb_s / 1e6 for elements in weights]
+        reading = [size / tb_s / 1e6 for size in weights]
         rest = Phase(max(0.0, us - sum(reading)), False)
         return [Phase(reading[0], True), rest, Phase(us - rest.seconds - reading[0], True)]
 
     config = costs.config
     attention, mlp = (
-        phases(part[name], (share * elements, (1 - share) * elements))
-        for name, elements, share in zip(
-            ("attention_us", "mlp_us"), (costs.attention, costs.mlp()), costs.inward_shares, strict=True
+        phases(part[name], (share * size, (1 - share) * size))
+        for name, size, share in zip(
+            ("attention_us", "mlp_us"), (costs.attention_bytes, costs.mlp_bytes()), costs.inward_shares, strict=True
         )
     )
     table = config.rewired(pattern).sub_blocks()
@@ -162,6 +162,7 @@ def table(
         "batch": case.batch,
         "context": CONTEXT,
         "dtype": "bfloat16",
+        "weights": case.weights,
     }
     common |= {"layers": model.config.layers, "of_layers": ModelConfig.named(case.size).layers}
 
@@ -278,6 +279,7 @@ def library(case: Case, link: str, device: torch.device, peak: dict[str, float])
 FEW_LINKS, FEW_WIRINGS = ("nvlink_nccl", "pcie_shm_tp8"), ("none", "standard", "parallel", "ladder")
 LANE_LINKS = ("nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 LANE_WIRINGS = ("none", "standard", "parallel-1", "ladder", "ladder-2")
+WEIGHT_LINKS = ("nvlink_oneshot", "nvlink_nccl", "pcie_shm_tp8")
 LINKS_70B = ("zero", "nvlink_oneshot", "nvlink_nccl_graph", "nvlink_nccl", "pcie_shm_tp8")
 
 
@@ -301,6 +303,18 @@ MEASUREMENTS: dict[str, Measurement] = {
     "library": lambda *on: library(Case("llama-3-70b", 8), "nvlink_nccl", *on),
     "prefill": lambda *on: prefill(Case("llama-3-70b", 8), 1024, "nvlink_nccl", *on),
 }
+
+
+def _of_weights(weights: str) -> dict[str, Measurement]:
+    """Of one rank of 70B and of 8B on one GPU, with the layers' matrices in this format."""
+    large = {name: Case("llama-3-70b", 8, batch, weights=weights) for name, batch in (("70b", 1), ("70b-16", 16))}
+    found: dict[str, Measurement] = {
+        f"{name}-{weights}": partial(table, case, WEIGHT_LINKS, LANE_WIRINGS) for name, case in large.items()
+    }
+    return found | {f"8b-{weights}": partial(table, Case("llama-3-8b", 1, weights=weights), (), WIRINGS)}
+
+
+MEASUREMENTS |= {name: each for weights in ("fp8", "int4") for name, each in _of_weights(weights).items()}
 
 
 def main(only: Sequence[str]) -> None:

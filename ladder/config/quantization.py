@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ladder.config.fields import whole_number
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 
 INSTALL = "pip install 'ladder-residual[quantized]'"
 GROUPS = (32, 64, 128)  # inputs of int4 that share a scale
@@ -43,6 +43,17 @@ class Storage:
 
 
 DENSE = Storage()
+# the formats by name: of `--weights` and of what is written here; bf16: not quantized, in the model's own dtype
+NAMED: dict[str, Storage] = {
+    "bf16": DENSE,
+    "fp8": Storage("fp8", "compressed"),
+    "fp8-block": Storage("fp8", "compressed", 128, 128),
+    "int8": Storage("int8", "compressed"),
+    "int4": Storage("int4", "compressed", 128),
+    "int4-64": Storage("int4", "compressed", 64),
+    "int4-32": Storage("int4", "compressed", 32),
+}
+HEADS = ("lm_head", "embed_out")  # which stay as they are, as in nearly all checkpoints
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,21 @@ class Quantization:
         found = {target: storage for targets, storage in self.groups for target in targets}
         patterns = [(_compiled(each), found[each]) for each in sorted(found) if each.startswith("re:")]
         return found, patterns
+
+
+def named_format(name: str) -> Quantization:
+    """The matrices of all layers in a format of the table; embedding, head, router and norms stay as they are."""
+    check_known("format of weights", name, NAMED)
+    storage = NAMED[name]
+    return Quantization() if storage == DENSE else Quantization(((("Linear",), storage),), HEADS)
+
+
+def format_names(texts: Iterable[str]) -> tuple[str, ...]:
+    """`--weights bf16,fp8 --weights int4` as names of the table."""
+    names = tuple(dict.fromkeys(part.strip() for text in texts for part in text.split(",")))
+    for name in names:
+        named_format(name)
+    return names
 
 
 def _compiled(target: str) -> re.Pattern[str]:
@@ -210,7 +236,7 @@ def _fp8(raw: Mapping[str, Any]) -> Quantization:
     skipped = raw.get("modules_to_not_convert")
     return Quantization(
         ((("Linear",), Storage("fp8", "fp8", block[1], block[0])),),
-        _inside(["lm_head", "embed_out"] if skipped is None else skipped),
+        _inside(HEADS if skipped is None else skipped),
     )
 
 
@@ -220,7 +246,7 @@ def _awq(raw: Mapping[str, Any]) -> Quantization:
         raise _refused(f"awq, version {str(raw['version'])[:80]}", ": only gemm is read")
     if raw.get("zero_point", True) is not True:
         raise _refused("awq without zero_point", ": how it is stored is not defined")
-    ignored = ["lm_head", "embed_out", *(raw.get("modules_to_not_convert") or ())]
+    ignored = [*HEADS, *(raw.get("modules_to_not_convert") or ())]
     storage = Storage("int4", "awq", _group(raw, "awq"), zero=True)
     return Quantization(((("Linear", "Conv1D"), storage),), _inside(ignored))
 
@@ -238,7 +264,7 @@ def _gptq(raw: Mapping[str, Any]) -> Quantization:
     names = [name for each in inside for name in (each if isinstance(each, list) else [each])]
     storage = Storage("int4", "gptq", _group(raw, "gptq"), zero=not raw.get("sym", True))
     targets = _inside(names) or ("Linear", "Conv1D")
-    return Quantization(((targets, storage),), () if raw.get("lm_head") else _inside(["lm_head", "embed_out"]))
+    return Quantization(((targets, storage),), () if raw.get("lm_head") else _inside(HEADS))
 
 
 READERS = {"compressed-tensors": _compressed, "fp8": _fp8, "awq": _awq, "gptq": _gptq}

@@ -3,8 +3,9 @@
 python -m ladder.perf.calibrate RUNS.csv|RUNS.jsonl [--engine paper|ladder] [--seconds 60]
 
 RUNS is a table of published runs (columns p2p, model, wiring, tp, batch, prefill_s, decode_s; 1024 + 512 new), or the
-lines of `ladder bench` or `ladder.bench.one_rank`. Prints the errors of both halves before and after, in how many
-groups (same size, ranks, batch and link) the wirings come out in the measured order, and the row.
+lines of `ladder bench` or `ladder.bench.one_rank`, of any format of weights: for each format the share of the peak is
+fitted, and everything else where there are lines of bf16. Prints the errors of both halves before and after, in how
+many groups (same size, ranks, batch and link) the wirings come out in the measured order, and the row.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 
 from ladder.comm.link import LINKS, Link
 from ladder.config import ModelConfig
+from ladder.config.quantization import named_format
 from ladder.errors import LadderError
 from ladder.perf.chips import CHIPS, Chip
 from ladder.perf.engines import ENGINES, Engine
@@ -60,7 +62,8 @@ class Target:
     def group(self) -> tuple[Any, ...]:
         """What all wirings of one comparison have in common."""
         s = self.setting
-        return s.config.hidden, s.config.layers, s.tp, s.batch, s.link_name, s.link.alpha, s.link.beta, self.lanes
+        link = (s.link_name, s.link.alpha, s.link.beta)
+        return s.config.hidden, s.config.layers, s.weights, s.tp, s.batch, *link, self.lanes
 
     @property
     def total(self) -> float:
@@ -107,7 +110,7 @@ def measured(path: Path, engine: Engine) -> list[Target]:
         chip = Chip.of(row.get("chip") or "")
         if ms is None or chip is None or row.get("concurrent_all_reduces", 1) != 1:
             continue
-        config = ModelConfig.named(row["size"])
+        config = replace(ModelConfig.named(row["size"]), weights=named_format(str(row["weights"])))
         if row.get("layers", config.layers) != config.layers:
             config = config.first(row["layers"])
         name = row.get("link_name", row.get("link"))
@@ -201,6 +204,8 @@ def get(engine: Engine, name: str) -> float:
     value = getattr(engine, room)
     if room == "large":
         value, rest = value[rest[0]], rest[1:]
+    elif rest[:1] == ["reaches"]:
+        return float(value.reaches.get(rest[1], value.reach))  # not measured yet: as of bf16
     return float((getattr(value, rest[0]) if rest else value) or 0.0)  # None: the engine does not have it
 
 
@@ -210,6 +215,9 @@ def put(engine: Engine, name: str, value: float) -> Engine:
     if room == "large":
         link = asdict(engine.large[rest[0]]) | {rest[1]: value}
         inner = {**engine.large, rest[0]: Link(**link)}
+    elif rest[:1] == ["reaches"]:
+        stage = getattr(engine, room)
+        inner = replace(stage, reaches={**stage.reaches, rest[1]: value})
     elif rest:
         inner = replace(getattr(engine, room), **{rest[0]: value})
     return replace(engine, **{room: inner})
@@ -220,11 +228,14 @@ def fit(engine: Engine, targets: Sequence[Target], seconds: float, names: Sequen
     best, until = loss(engine, targets), time.monotonic() + seconds
     used = {target.setting.link_name for target in targets}
     names = [*names, *(f"large.{link}.{field}" for link in engine.large if link in used for field in ("alpha", "beta"))]
+    formats = sorted({("single" if t.setting.batch == 1 else "few", t.setting.weights) for t in targets})
+    names = names if any(weights == "bf16" for _, weights in formats) else []
+    names += [f"{stage}.reaches.{weights}" for stage, weights in formats if weights != "bf16"]
     steps = {name: 0.25 for name in names if get(engine, name)}  # what is zero stays so
     while max(steps.values()) > 0.005 and time.monotonic() < until:
         for name in steps:
             for factor in (1 + steps[name], 1 / (1 + steps[name])):
-                most = 0.97 if name.endswith(("reach", "efficiency")) else float("inf")
+                most = 0.97 if name.endswith(("reach", "efficiency")) or ".reaches." in name else float("inf")
                 tried = put(engine, name, min(most, get(engine, name) * factor))
                 if (found := loss(tried, targets)) < best - 1e-6:
                     best, engine, steps[name] = found, tried, min(0.5, 1.5 * steps[name])

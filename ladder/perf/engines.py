@@ -21,6 +21,8 @@ class Stage:
     mlp: float
     reach: float  # share of the chip's reading rate
     efficiency: float  # share of the chip's operations
+    # the reach of kernels that read quantized weights, by format, where it is measured; others: `reach`, as of bf16
+    reaches: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Engine:
 
 LINKED = 8  # ranks that the links of a machine were measured with
 WHOLE = 512e6  # bytes of a sub-block's weights from which on nothing is lost to its smallness
+MOST_LOST = 0.9  # share of the reach, of the smallest shards
 
 # paper: fitted to one half of the published 70B runs on H100s (`ladder.perf.calibrate`); `large` was read off all those
 # without peer-to-peer. ladder: fitted to one half of our one-rank measurements on an H200; `prompt` was read off its

@@ -52,8 +52,9 @@ def read_lines(path: Path) -> Lines:
 
 
 def current(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line under today's names."""
-    return {KEYS.get(key, key): _value(key, value) for key, value in line.items()}
+    """A line under today's names. Lines of runs that are older than formats of weights are of bf16."""
+    found = {KEYS.get(key, key): _value(key, value) for key, value in line.items()}
+    return {**found, "weights": found.get("weights", "bf16")} if {"wiring", "tp"} <= found.keys() else found
 
 
 def _value(key: str, value: Any) -> Any:

@@ -16,14 +16,18 @@ from typing import Any
 
 from ladder.comm.link import LINKS, Link
 from ladder.config import SIZES, ModelConfig
+from ladder.config.quantization import NAMED, named_format
 from ladder.errors import LadderError, check_known, nearest
 from ladder.perf.arms import link_of, wiring_of
 from ladder.perf.chips import CHIPS, Chip
+from ladder.perf.costs import RankCosts
 from ladder.perf.engines import ENGINES, LINKED, Engine
 from ladder.perf.memory import Need, TooLarge, check_memory, more_ranks
 from ladder.perf.predict import PredictedPass, Setting, decoding, engine_of, prefill
 from ladder.perf.reach import across, check_reach, named_for, remark
 
+BASE = "standard"  # what speed-ups are over
+AS_BF16 = "share of the peak as measured in bf16"
 ROOM = 0.95  # of a chip's memory that weights, keys and values may take
 MOST_RANKS = 64
 NODE_LINK = Link(20e-6, 45e9, "a NIC of 400 Gb/s for every GPU")
@@ -51,6 +55,7 @@ class Deployment:
     pp: int = 1
     gpus: int | None = None  # all of them; default: one replica
     alpha_us: float | None = None  # in place of the link's own
+    weights: str = "bf16"  # the format of the layers' matrices
 
     def __post_init__(self) -> None:
         for name in ("tp", "batch", "prompt", "new", "nodes", "pp", "gpus"):
@@ -73,11 +78,12 @@ def known_link(text: str, more: Sequence[str] = ()) -> tuple[Link, str | None]:
 
 
 def check_degree(config: ModelConfig, tp: int) -> None:
-    """Refuse a number of ranks that cannot share the model."""
+    """Refuse a number of ranks that cannot share the model, and weights that its matrices cannot be stored as."""
     try:
         config.check_degree(tp)
     except LadderError as error:
         raise LadderError(f"{error}; the nearest is {nearest(tp, config.degrees())}") from None
+    RankCosts(config, tp).check_groups()
 
 
 def known_engine(name: str, chip: Chip) -> Engine:
@@ -94,7 +100,7 @@ def over_nodes(link: Link, between: Link, tp: int, nodes: int) -> Link:
 def setting(d: Deployment) -> Setting:
     """Checked: everything that cannot be is refused here, with the nearest that can."""
     config = known_size(d.size)
-    config = replace(config, wiring=wiring_of(d.wiring, config.layers))
+    config = replace(config, wiring=wiring_of(d.wiring, config.layers), weights=named_format(d.weights))
     chip = Chip.parse(d.chip)
     check_degree(config, d.tp)
     if d.tp % d.nodes:
@@ -143,6 +149,9 @@ def _check_memory(d: Deployment, s: Setting) -> None:
         found = more_ranks(s.config, d.tp, MOST_RANKS, lambda tp: need(replace(s, tp=tp)).total <= room)
         larger = [c for c in CHIPS.values() if need(s).total <= ROOM * c.memory_gb * 1e9]
         found += [f"--chip {min(larger, key=lambda chip: chip.memory_gb).name}"] if larger else []
+        stored = {name: replace(s.config, weights=named_format(name)) for name in NAMED}
+        smaller = [name for name, config in stored.items() if need(replace(s, config=config)).total <= room]
+        found += [f"--weights {name}" for name in smaller[:1] if d.tp in stored[name].degrees()]
         found += ["a smaller --batch"] if need(s).cache > need(s).weights / 4 else []
         return found or ["more pipeline stages (--pp)"]
 
@@ -169,7 +178,7 @@ def predict(d: Deployment) -> dict[str, Any]:
     replicas = 1 if d.gpus is None else d.gpus // (d.tp * d.pp)
     gpus = d.tp * d.pp
     rate = d.batch * d.new / (ttft + decode)
-    comm, exposed, memory = step.account.comm, step.exposed, s.memory
+    comm, exposed, memory, costs = step.account.comm, step.exposed, s.memory, s.costs
     return {
         "size": d.size,
         "wiring": str(s.config.wiring),
@@ -185,12 +194,15 @@ def predict(d: Deployment) -> dict[str, Any]:
         "batch": d.batch,
         "prompt": d.prompt,
         "new": d.new,
+        "weights": d.weights,
+        "bytes_per_weight": _figure(costs.bytes_per_weight),
         "prefill_s": _figure(ttft),
         "decode_s": _figure(decode),
         "tokens_per_s": _figure(rate * replicas),
         "tokens_per_s_user": _figure(1 / tpot),
         "tokens_per_s_gpu": _figure(rate / gpus),
         "tpot_ms": _figure(tpot * 1e3),
+        "speedup": None,  # over standard, where that is predicted too
         "comm_ms": _figure(comm * 1e3),
         "exposed_ms": _figure(exposed * 1e3),
         "hidden": None if not comm else _figure(max(0.0, 1 - exposed / comm)),
@@ -201,6 +213,7 @@ def predict(d: Deployment) -> dict[str, Any]:
         "weights_gb": _figure(memory.weights / d.pp / 1e9),
         "cache_gb": _figure(memory.cache / d.pp / 1e9),
         "remark": remark(known_link(link_of(d.wiring) or d.link)[1], d.tp, d.nodes, d.node_link, d.pp),
+        "assumed": _assumed(part),
     }
 
 
@@ -215,13 +228,25 @@ def _parts(s: Setting, step: PredictedPass) -> dict[str, Any]:
     return found | {"rest_us": _figure(step.parts.rest * 1e6)}
 
 
+def _assumed(s: Setting) -> str | None:
+    """What is not measured of the weights' format."""
+    stage = s.engine.single if s.batch == 1 else s.engine.few
+    return None if s.weights == "bf16" or s.weights in stage.reaches else AS_BF16
+
+
 def _figure(value: float) -> float:
     """Five digits that count."""
     return float(f"{value:.5g}")
 
 
 def plan(deployments: Iterable[Deployment]) -> list[dict[str, Any]]:
-    return [predict(d) for d in deployments]
+    """A row for each; those of one setting with how much faster than standard, with the same weights, they decode."""
+    wanted = list(deployments)
+    found = {d: predict(d) for d in wanted}
+    for d, row in found.items():
+        base = found.get(replace(d, wiring=BASE))
+        row["speedup"] = None if base is None else _figure(base["tpot_ms"] / row["tpot_ms"])
+    return [found[d] for d in wanted]
 
 
 def swept(d: Deployment, what: str) -> Iterator[Deployment]:
@@ -253,7 +278,7 @@ def best(
 
     Degrees and batches: those given, or all that make sense.
     """
-    config, found = known_size(d.size), []
+    config, found = replace(known_size(d.size), weights=named_format(d.weights)), []
     most = d.nodes * min(LINKED, named_for(d.link) or LINKED)
     every = [n for n in config.degrees() if n & (n - 1) == 0 and n <= most and n % d.nodes == 0]
     for wiring, tp, batch in product(wirings, degrees or every, batches or SWEEPS["batch"]):

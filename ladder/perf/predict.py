@@ -3,20 +3,24 @@
     sub-block = overhead + max( bytes / reading rate, operations / computing rate )
     step      = schedule( sub-blocks, all-reduces ) + contention x hidden time of these + head + the step's own overhead
 
+Quantized weights are dequantized in registers when decoding: the bytes are those of codes and scales. In prefill they
+are dequantized first, then multiplied as bf16 is: codes are read and a matrix is written beside the product.
+
 An engine that computes sub-blocks side by side where the wiring allows it takes the shorter of both schedules.
 
 No torch here, and no constants of a model's size: bytes and operations are counted in `costs.py`, what is fitted
 belongs to an engine (`engines.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from ladder.comm.link import LINKS, Link
 from ladder.config import ModelConfig
+from ladder.config.quantization import DENSE, NAMED, named_format
 from ladder.perf.chips import Chip
 from ladder.perf.costs import RankCosts, causal_pairs
-from ladder.perf.engines import ENGINES, WHOLE, Engine, Stage
+from ladder.perf.engines import ENGINES, MOST_LOST, WHOLE, Engine, Stage
 from ladder.perf.memory import Need
 from ladder.perf.schedule import Account, Phase, walk, walk_two_lanes
 from ladder.wiring import Out, independent
@@ -44,6 +48,11 @@ class Setting:
     def memory(self) -> Need:
         """Of one rank, with all sequences at their longest."""
         return Need(self.costs.weight_bytes, self.costs.cache_bytes(self.batch, self.prompt + self.new))
+
+    @property
+    def weights(self) -> str:
+        """The name of the format of the layers' matrices."""
+        return next((name for name, storage in NAMED.items() if storage == self.costs.storage), str(self.costs.storage))
 
     def message_bytes(self, tokens: int) -> int:
         """Of one all-reduce, or of what one pipeline stage sends to the next."""
@@ -102,16 +111,20 @@ def _parts(s: Setting, stage: Stage, tokens: int, cache: float, scores: float, o
     reading_rate, computing_rate = s.chip.read_tb_s * 1e12, stage.efficiency * s.chip.bf16_tflop_s * 1e12
     smaller = s.engine.smaller if outputs is None else 0.0
     costs, found, bounds, read, operations = s.costs, [], [], 0.0, 0.0
-    for elements, active, more, extra, overhead in (
-        (costs.attention, costs.attention, cache, scores, stage.attention),
-        (costs.mlp(tokens), costs.mlp(), 0.0, 0.0, stage.mlp),
+    first = outputs is not None and costs.storage != DENSE  # dequantized, before they are multiplied
+    for size, elements, active, more, extra, overhead in (
+        (costs.attention_bytes, costs.attention, costs.attention, cache, scores, stage.attention),
+        (costs.mlp_bytes(tokens), costs.mlp(tokens), costs.mlp(), 0.0, 0.0, stage.mlp),
     ):
-        size, work = elements * costs.element_bytes, 2 * active * tokens + extra
-        reach = stage.reach * (1 - smaller * max(0.0, log2(WHOLE / size)))
+        plain, work = elements * costs.element_bytes, 2 * active * tokens + extra
+        dequantized = size + plain if first else 0.0
+        size = plain if first else size
+        lost = min(MOST_LOST, smaller * max(0.0, log2(WHOLE / size)))
+        reach = stage.reaches.get(s.weights, stage.reach) * (1 - lost)
         reading, computing = (size / reach + more / stage.reach) / reading_rate, work / computing_rate
-        found.append(overhead + max(reading, computing))
+        found.append(overhead + max(reading, computing) + dequantized / (stage.reach * reading_rate))
         bounds.append("memory" if reading >= computing else "compute")
-        read += size + more
+        read += size + more + dequantized
         operations += work
     head, layers = costs.head * costs.element_bytes, s.config.layers
     rest = max(head / (stage.reach * reading_rate), 2 * costs.head * (outputs or 0) / computing_rate)
@@ -173,13 +186,21 @@ def engine_of(chip: Chip) -> Engine:
 
 
 def tpot_ms(
-    size: str, wiring: str, tp: int, batch: int, context: int, link: Link, chip: str, layers: int | None = None
+    size: str,
+    wiring: str,
+    tp: int,
+    batch: int,
+    context: int,
+    link: Link,
+    chip: str,
+    layers: int | None = None,
+    weights: str = "bf16",
 ) -> float | None:
     """Milliseconds per step of our engine at `context`; None for a chip (by torch's name) that is not in the table."""
     known = Chip.of(chip)
     if known is None:
         return None
-    config = ModelConfig.named(size)
+    config = replace(ModelConfig.named(size), weights=named_format(weights))
     if layers is not None:
         config = config.first(layers)
     name = next((name for name, other in LINKS.items() if other == link), None)

@@ -188,7 +188,7 @@ function drawLatency(box, panel, view) {
   const along = logarithmic(low, high, left, view.width - 14), x = (v) => (v > 0 ? along(v) : 92);
   const [y1, y2] = panel.heights, y = logarithmic(y1, y2, height - 46, 14);
   const xTicks = [...(nought ? [[0, "0"]] : []), ...plain(logTicks(low, high))];
-  const yTicks = panel.ticks.map((tick) => [tick, `${tick}×`]);
+  const yTicks = panel.marked.map((tick) => [tick, `${tick}×`]);
   const svg = frame(box, view, height, ["latency of the link, alpha (µs)", "times as fast as standard"], xTicks, yTicks, x, y);
   rule(svg, 56, y(1), view.width - 14, y(1), "one");
   const clip = `clip-${++patterns}`, inside = shape("g", { "clip-path": `url(#${clip})` });
@@ -197,6 +197,22 @@ function drawLatency(box, panel, view) {
   svg.append(inside);
   const aside = (arm) => 4.5 * (view.arms.indexOf(arm) - (view.arms.length - 1) / 2);
   for (const m of marks) point(svg, m, view.looks[m.arm], x(m.x) + aside(m.arm), y);
+  return svg;
+}
+
+// Speed-up by format of the weights, each at a place of its own: points are measured, lines are the model's.
+function drawWeights(box, panel, view) {
+  const height = Math.max(320, Math.min(430, view.width * 0.55)), [y1, y2] = panel.heights;
+  const x = linear(-0.5, panel.ticks.length - 0.5, 56, view.width - 14), y = logarithmic(y1, y2, height - 46, 14);
+  const yTicks = panel.marked.map((tick) => [tick, `${tick}×`]);
+  const svg = frame(box, view, height, ["weights of the layers", "times as fast as standard"], panel.ticks.map((name, n) => [n, name]), yTicks, x, y);
+  rule(svg, 56, y(1), view.width - 14, y(1), "one");
+  const clip = `clip-${++patterns}`, inside = shape("g", { "clip-path": `url(#${clip})` });
+  shape("rect", { x: 56, y: 8, width: view.width - 70, height: height - 54 }, shape("clipPath", { id: clip }, svg));
+  for (const [arm, points] of Object.entries(panel.curves)) if (view.arms.includes(arm)) line(inside, points, view.looks[arm], x, y);
+  svg.append(inside);
+  const aside = (arm) => 6 * (view.arms.indexOf(arm) - (view.arms.length - 1) / 2);
+  for (const m of panel.marks[""]) if (view.arms.includes(m.arm)) point(svg, m, view.looks[m.arm], x(m.x) + aside(m.arm), y);
   return svg;
 }
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ladder.comm.link import Link
@@ -44,6 +44,7 @@ class Panel:
     remark: str = ""
     curves: dict[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # the model's, by arm
     lead: float = 0.0  # ladder's over standard: of panels that show as much, the page opens the one with most
+    ticks: Sequence[str] = ()  # names of the places 0, 1, ... along `x`, where it has names
 
     @property
     def arms(self) -> set[str]:
@@ -54,10 +55,11 @@ def throughput(rows: Sequence[Row]) -> list[Panel]:
     """Tokens per second and speed-up over standard, by batch and arm: a panel for each size, TP degree and link."""
     panels = []
     for (size, tp, _), group in grouped(rows, lambda row: (row.size, row.tp, row.setting)).items():
-        for link, cells in _by_link(group, lambda row: row.compared_on).items():
+        for link, cells in by_link(group, lambda row: row.compared_on).items():
             bases = {row.batch: row for row in cells if row.arm == BASE}
             speedups = [_speedup(row, bases[row.batch]) for row in cells if row.batch in bases]
-            keys = {"size": size, "TP": str(tp), "link": link_name(link, cells), "measured": setting(cells)}
+            keys = {"size": size, "TP": str(tp), **_format(rows, cells), "link": link_name(link, cells)}
+            keys["measured"] = setting(cells)
             remark = "" if bases else f"No row of the arm {BASE} here, so no speed-up."
             marks = {TOKENS: [_total(row, bases.get(row.batch)) for row in cells], SPEEDUP: speedups}
             lead = max((mark.y for mark in speedups if mark.arm == "ladder"), default=0.0)
@@ -69,11 +71,11 @@ def frontier(rows: Sequence[Row]) -> list[Panel]:
     """Tokens/s/GPU against tokens/s/user over batch and TP. Links named for a TP degree are one here."""
     panels = []
     for (size, _), group in grouped(rows, lambda row: (row.size, row.setting)).items():
-        for link, cells in _by_link(group, lambda row: re.sub(r"_tp\d+$", "", row.compared_on or "") or None).items():
+        for link, cells in by_link(group, lambda row: re.sub(r"_tp\d+$", "", row.compared_on or "") or None).items():
             if len({(row.tp, row.batch) for row in cells}) < 2:
                 continue  # single points make no frontier
             marks = [mark for arm in grouped(cells, lambda row: row.arm).values() for mark in _front(arm)]
-            keys = {"size": size, "link": link_name(link, cells), "measured": setting(cells)}
+            keys = {"size": size, **_format(rows, cells), "link": link_name(link, cells), "measured": setting(cells)}
             best = {arm: max((mark.x for mark in marks if mark.arm == arm), default=0.0) for arm in (BASE, "ladder")}
             panels.append(
                 Panel(keys, facts(cells), {"": marks}, lead=best["ladder"] / best[BASE] if best[BASE] else 0.0)
@@ -86,7 +88,7 @@ def latency(rows: Sequence[Row]) -> list[Panel]:
     panels = []
     for (size, tp, batch, _), group in grouped(rows, lambda row: (row.size, row.tp, row.batch, row.setting)).items():
         marks, used = [], []
-        for cells in _by_link(group, lambda row: row.compared_on).values():
+        for cells in by_link(group, lambda row: row.compared_on).values():
             base = next((row for row in cells if row.arm == BASE and row.timing is not None), None)
             if base is not None:
                 used.append(base)
@@ -99,7 +101,8 @@ def latency(rows: Sequence[Row]) -> list[Panel]:
                 if curves
                 else f"No curve: the performance model does not know {chip}, or not this size."
             )
-            keys = {"size": size, "TP": str(tp), "batch": str(batch), "measured": setting(group)}
+            keys = {"size": size, "TP": str(tp), "batch": str(batch), **_format(rows, group)}
+            keys["measured"] = setting(group)
             lead = max((mark.y for mark in marks if mark.arm == "ladder"), default=0.0)
             panels.append(Panel(keys, facts(group), {"": marks}, remark, curves, lead))
     return panels
@@ -129,8 +132,8 @@ def predicted_ms(row: Row, link: Link | None = None) -> float | None:
     if link is None or context is None or row.chip is None:
         return None
     try:
-        return tpot_ms(row.size, row.wiring, row.tp, row.batch, context, link, row.chip, row.layers)
-    except LadderError:  # a size that is not in the table
+        return tpot_ms(row.size, row.wiring, row.tp, row.batch, context, link, row.chip, row.layers, row.weights)
+    except LadderError:  # a size or a format that is not in the table
         return None
 
 
@@ -142,7 +145,8 @@ def setting(rows: Sequence[Row]) -> str:
     context = "" if shape or row.context is None else f"context {row.context}"
     part = f"{row.layers} of {row.of_layers} layers" if row.layers != row.of_layers else ""
     mode = "mode unknown" if row.mode is None else "real ranks" if row.mode == "ranks" else row.mode
-    return joined(row.chip or "chip unknown", mode, kind, row.dtype or "", shape, context, part)
+    weights = f"weights {row.weights}" if {row.weights for row in rows} == {row.weights} != {"bf16"} else ""
+    return joined(row.chip or "chip unknown", mode, kind, row.dtype or "", weights, shape, context, part)
 
 
 def facts(rows: Sequence[Row]) -> str:
@@ -164,7 +168,12 @@ def link_name(link: str | None, rows: Sequence[Row]) -> str:
     return (link or "as built in") + (f" ({alpha:g} µs)" if alpha and "," not in (link or "") else "")
 
 
-def _by_link(rows: Sequence[Row], name: Callable[[Row], str | None]) -> dict[str | None, list[Row]]:
+def _format(rows: Sequence[Row], cells: Sequence[Row]) -> dict[str, str]:
+    """The format of a panel's weights, a choice where any row is of quantized ones."""
+    return {"weights": cells[0].weights} if any(row.weights != "bf16" for row in rows) else {}
+
+
+def by_link(rows: Sequence[Row], name: Callable[[Row], str | None]) -> dict[str | None, list[Row]]:
     """The newest row of each cell by link; arms that have their own link join all others."""
     anywhere = [row for row in rows if row.arm in ANY_LINK]
     bound = [row for row in rows if row.arm not in ANY_LINK] or anywhere
@@ -191,15 +200,25 @@ def _speedup(row: Row, base: Row) -> Mark:
 
 
 def _against_alpha(row: Row, base: Row) -> Mark:
+    assert base.timing is not None
+    return decoding_speedup(row, base, base.timing.alpha * 1e6)
+
+
+def decoding_speedup(row: Row, base: Row, x: float, title: str | None = None) -> Mark:
+    """How much faster than `base` it decodes, measured, with the model's beside it."""
     ratio = base.tpot_ms_p50 / row.tpot_ms_p50
     low, high = (None, None) if row.spread is None else (s * ratio for s in row.spread)
-    timing = base.timing
-    assert timing is not None
     tips = [("decoding speed-up", f"{ratio:.2f}{TIMES}")]
-    mine, its = predicted_ms(row, None if row.arm in ANY_LINK else timing), predicted_ms(base)
-    if mine and its:
-        tips.append(("the model's", f"{its / mine:.2f}{TIMES}"))
-    return _mark(row, timing.alpha * 1e6, ratio, low, high, None, [*tips, ("over standard on", base.link or "-")])
+    if (predicted := predicted_speedup(row, base)) is not None:
+        tips.append(("the model's", f"{predicted:.2f}{TIMES}"))
+    mark = _mark(row, x, ratio, low, high, None, [*tips, ("over standard on", base.link or "-")])
+    return mark if title is None else replace(mark, title=title)
+
+
+def predicted_speedup(row: Row, base: Row) -> float | None:
+    """The same as the performance model has it, where it knows both."""
+    mine, its = predicted_ms(row, None if row.arm in ANY_LINK else base.timing), predicted_ms(base)
+    return its / mine if mine and its else None
 
 
 def _front(rows: Sequence[Row]) -> list[Mark]:

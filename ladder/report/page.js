@@ -198,6 +198,10 @@ function page() {
       none: "No link with a known latency has both standard and another arm.",
     });
   }
+  if (DATA.weights.cells.length) {
+    figure("weights", "Speed-up by weight format", "Time of a token against standard's with the same weights, on the same link.", DATA.figures.weights, drawWeights);
+    table(section("formats", "Speed-up over standard by weight format", "Times as fast as standard with the same weights, decoding; predicted: by the performance model. A header sorts the table."), DATA.weights.columns, DATA.weights.cells, "speed-ups by weight format");
+  }
   if (DATA.timelines.length) {
     const layers = (panel) => distinct([panel.shown, 4 * panel.shown, Infinity].map((n) => Math.min(n, Math.max(...panel.steps.map((s) => s.layers)))));
     figure("timeline", "Compute and communication of a step", "What one rank computes, and what it communicates meanwhile.", DATA.timelines, drawTimeline, {

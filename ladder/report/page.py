@@ -18,6 +18,7 @@ from ladder.report.looks import TIMES, Look
 from ladder.report.plots import SHOWN, SPEEDUP_TICKS, timeline_title
 from ladder.report.published import beside, published
 from ladder.report.rows import Lanes, ReportData, Row
+from ladder.report.weight_figures import weights_table
 
 # A column's key, its title, and how many digits its numbers have after the point; columns without a value are left out.
 COLUMNS: tuple[tuple[str, str, int | None], ...] = (
@@ -59,6 +60,7 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("chip", "chip", None),
     ("cores", "cores", 0),
     ("dtype", "dtype", None),
+    ("weights", "weights", None),
     ("wiring", "wiring", None),
     ("torch", "torch", None),
     ("triton", "triton", None),
@@ -79,6 +81,7 @@ def page(lines: ReportData, figures: Mapping[str, Sequence[Panel]], looks: dict[
         "timelines": [_timeline(lane) for lane in lines.lanes],
         "spans": COLOURS,
         "rows": _table(lines.rows),
+        "weights": weights_table(figures["weights"]),
         "loads": load_table(lines.loads),
         "published": {"source": published()["source"], "setting": published()["setting"], "rows": _beside(lines.rows)},
     }
@@ -118,11 +121,11 @@ def summary(lines: ReportData, figures: Mapping[str, Sequence[Panel]]) -> list[s
 
 
 def _panel(figure: str, panel: Panel) -> dict[str, Any]:
-    """A panel as the page's program reads it; a latency panel brings the reach of its axis along."""
-    if figure != "latency":
+    """A panel as the page's program reads it; panels of speed-ups bring the reach of their axis along."""
+    if figure not in ("latency", "weights"):
         return asdict(panel)
     low, high = heights(panel)
-    return {**asdict(panel), "heights": (low, high), "ticks": [tick for tick in SPEEDUP_TICKS if low <= tick <= high]}
+    return {**asdict(panel), "heights": (low, high), "marked": [tick for tick in SPEEDUP_TICKS if low <= tick <= high]}
 
 
 def _file(name: str) -> str:

@@ -202,6 +202,30 @@ def _latency(pyplot: Any, panel: Panel, looks: dict[str, Look]) -> Any:
     return finish(pyplot, drawn, panel, arms, looks, "Speed-up against link latency (points: measured)")
 
 
+def _weights(pyplot: Any, panel: Panel, looks: dict[str, Look]) -> Any:
+    """A place for each format of weights: points are measured, lines predicted."""
+    drawn, axis = pyplot.subplots(figsize=(10, 5.4), layout="constrained")
+    arms = [arm for arm in looks if arm in panel.arms]
+    for number, arm in enumerate(arms):
+        look, aside = looks[arm], 0.05 * (number - (len(arms) - 1) / 2)
+        curve = panel.curves.get(arm, ())
+        axis.plot([x for x, _ in curve], [y for _, y in curve], dash(look), color=look.colour, linewidth=1.6, zorder=2)
+        for mark in (mark for mark in panel.marks[""] if mark.arm == arm):
+            at = mark.x + aside
+            if mark.low is not None and mark.high is not None:
+                axis.plot([at, at], [mark.low, mark.high], color=look.colour, linewidth=1.2, zorder=2)
+            axis.scatter([at], [mark.y], **dot(look), zorder=3)
+    axis.axhline(1, color=_INK, linewidth=0.8, linestyle=":")
+    axis.set_xticks(range(len(panel.ticks)), panel.ticks)
+    axis.set_xlim(-0.5, len(panel.ticks) - 0.5)
+    axis.set_yscale("log")
+    _speedup_ticks(axis, *heights(panel))
+    axis.grid(alpha=0.25)
+    axis.set_xlabel("weights of the layers")
+    axis.set_ylabel("times as fast as standard, decoding")
+    return finish(pyplot, drawn, panel, arms, looks, "Speed-up by weight format")
+
+
 def _speedup_ticks(axis: Any, low: float, high: float) -> None:
     ticks = [tick for tick in SPEEDUP_TICKS if low <= tick <= high]
     axis.set_ylim(low, high)
@@ -254,4 +278,9 @@ def _line(pyplot: Any, look: Look) -> Any:
     return pyplot.Line2D([], [], color=look.colour, linestyle=dash(look), **shape)
 
 
-DRAWINGS: dict[str, Drawing] = {"throughput": _throughput, "frontier": _frontier, "latency": _latency}
+DRAWINGS: dict[str, Drawing] = {
+    "throughput": _throughput,
+    "frontier": _frontier,
+    "latency": _latency,
+    "weights": _weights,
+}

@@ -71,7 +71,7 @@ def _ours(rows: Sequence[Row], claim: _Claim, sizes: Sequence[str], links: Seque
     best: tuple[tuple[bool, bool, int], float, str] | None = None
     for place, row in enumerate(rows):
         same = row.size in sizes and row.tp == claim.tp and row.batch == claim.batch and row.arm == claim.arm
-        if not same or (row.link not in links and claim.arm != "none"):
+        if not same or row.weights != "bf16" or (row.link not in links and claim.arm != "none"):
             continue
         base = _base(rows, row, links)
         value = None if base is None else _VALUES[claim.what](row, base)

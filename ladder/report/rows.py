@@ -38,6 +38,7 @@ class Row:
     chip: str | None = None
     cores: int | None = None
     dtype: str | None = None
+    weights: str = "bf16"
     layers: int | None = None
     of_layers: int | None = None
     ttft_ms: float | None = None
@@ -67,6 +68,11 @@ class Row:
     @property
     def setting(self) -> tuple[Any, ...]:
         """What rows must have in common to be drawn together, beside size, TP and link."""
+        return (*self.machine, self.weights)
+
+    @property
+    def machine(self) -> tuple[Any, ...]:
+        """The same but for the format of the weights."""
         machine = (self.chip, self.mode, self.link_kind, self.dtype)
         return (*machine, self.prompt, self.new, self.context, self.layers, self.of_layers)
 

@@ -1,6 +1,6 @@
 """ladder report: from JSON lines to pictures, and a page that needs neither a network nor this package.
 
-    lines -> rows and steps (rows), runs of load (loads) -> panels (figures, load_figures)
+    lines -> rows and steps (rows), runs of load (loads) -> panels (figures, weight_figures, load_figures)
           -> report.html (page), *.png (plots, load_plots)
 
 No torch here.
@@ -18,6 +18,7 @@ from ladder.report.looks import looks
 from ladder.report.page import page
 from ladder.report.plots import DRAWINGS, pictures
 from ladder.report.rows import load
+from ladder.report.weight_figures import by_weights
 
 
 def report(inputs: Sequence[Path], out: Path) -> list[Path]:
@@ -28,6 +29,7 @@ def report(inputs: Sequence[Path], out: Path) -> list[Path]:
         raise LadderError(f"{out} is a file: name a folder for the report")
     out.mkdir(parents=True, exist_ok=True)
     figures = {"throughput": throughput(lines.rows), "frontier": frontier(lines.rows), "latency": latency(lines.rows)}
+    figures |= {"weights": by_weights(lines.rows)}
     figures |= {"load-latency": load_latency(lines.loads), "load-rate": load_rate(lines.loads)}
     arms = looks([*(row.arm for row in lines.rows), *(run.row.label for run in lines.loads)])
     html = out / "report.html"

@@ -1,11 +1,11 @@
-"""The cells of a sweep: size x TP x batch x link x arm, all checked before anything starts."""
+"""The cells of a sweep: size x TP x weights x batch x link x arm, all checked before anything starts."""
 
 import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ladder.bench.model import Case, captured_length
 from ladder.bench.sweep.options import REAL, BenchOptions, Preset
 from ladder.comm.link import Link
 from ladder.config import SIZES, ModelConfig
+from ladder.config.quantization import named_format
 from ladder.errors import LadderError, check_known
 from ladder.kernels.table import MOST
 from ladder.perf.arms import link_of, wiring_of
@@ -70,6 +71,7 @@ class Cell:
     layers: int
     of_layers: int
     repetitions: int
+    weights: str = "bf16"  # the format of the layers' matrices
 
     @property
     def context(self) -> int:
@@ -87,7 +89,8 @@ class Cell:
         return None if self.link is None or self.link_kind == "real" else Link.parse(self.link)
 
     def case(self) -> Case:
-        return Case(self.size, self.tp, self.batch, None if self.layers == self.of_layers else self.layers)
+        layers = None if self.layers == self.of_layers else self.layers
+        return Case(self.size, self.tp, self.batch, layers, self.weights)
 
     def compared(self, arm: str, wiring: str) -> "Cell":
         """Another arm on the link of the cell."""
@@ -95,7 +98,7 @@ class Cell:
 
     def model_key(self) -> tuple[Any, ...]:
         """What cells have in common that one loaded model serves."""
-        return (self.size, self.tp, self.mode, self.device, self.dtype, self.layers)
+        return (self.size, self.tp, self.mode, self.device, self.dtype, self.layers, self.weights)
 
     def comparison_key(self) -> tuple[Any, ...]:
         """What cells have in common that are measured in turns: all but the arm."""
@@ -132,14 +135,15 @@ def _planned(options: BenchOptions, chosen: Preset, here: Hardware) -> Iterator[
         wirings = {arm: str(wiring_of(arm, config.layers)) for arm in chosen.arm}
         auto = config.dtype if device == "cuda" else "float32"
         dtype = auto if options.dtype == "auto" else options.dtype
-        for tp in chosen.tp:
-            check_degree(config, tp)
+        for tp, weights in product(chosen.tp, chosen.weights):
+            check_degree(replace(config, weights=named_format(weights)), tp)
             mode = _mode(options.mode, device, tp, here)
             if device == "cuda" and max(chosen.batch) > MOST:
                 raise LadderError(f"batch must be from 1 to {MOST} on a GPU, not {max(chosen.batch)}")
             links = _links(options, chosen, tp, mode, device)
             rest: dict[str, Any] = {"device": device, "mode": mode, "dtype": dtype, "repetitions": chosen.repetitions}
             rest |= {"prompt": chosen.prompt, "new": chosen.new, "layers": config.layers, "of_layers": whole.layers}
+            rest["weights"] = weights
             for batch in chosen.batch:
                 for link, kind in links:
                     for arm, wiring in wirings.items():

@@ -58,7 +58,7 @@ def measured(comm: Comm, device: torch.device, cells: Sequence[Cell]) -> Iterato
     yield StepsDone(0, "what this machine can do at best")
     dtype = getattr(torch, first.dtype)
     peak = _peak(device, dtype)
-    yield StepsDone(0, f"drawing weights of {first.size}, TP {first.tp}")
+    yield StepsDone(0, f"drawing weights of {first.size}, {first.weights}, TP {first.tp}")
     model = random_model(first.case(), comm, device, dtype)
     launch = Kernels.on(device) if device.type == "cuda" and PRESENT else None
     for compared in comparisons(cells):
@@ -76,7 +76,7 @@ def in_turns(
         torch.cuda.reset_peak_memory_stats(device)
     reference = cell.compared("none", str(wiring_of("none", cell.layers)))
     arms = list(dict.fromkeys((*compared, reference)))
-    what = f"{cell.size}, TP {cell.tp}, batch {cell.batch}, link {cell.cell_link or 'none'}"
+    what = f"{cell.size}, {cell.weights}, TP {cell.tp}, batch {cell.batch}, link {cell.cell_link or 'none'}"
     yield StepsDone(0, f"{what}: first tokens")
     cache = model.new_cache(cell.batch + 1, cell.capacity)
     model.comm = comm

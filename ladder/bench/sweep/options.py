@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ladder.config import DTYPES, SIZES
+from ladder.config.quantization import NAMED, format_names
 from ladder.errors import LadderError, check_known
 from ladder.options import check_types, option
 from ladder.perf.arms import ARMS
@@ -25,6 +26,7 @@ class Preset:
     tp: tuple[int, ...] = (2,)
     batch: tuple[int, ...] = (1,)
     emulate_link: tuple[str, ...] = (REAL,)
+    weights: tuple[str, ...] = ("bf16",)
     prompt: int = 1024
     new: int = 512
     repetitions: int = 25
@@ -61,13 +63,16 @@ class BenchOptions:
     """What is measured, on what, and where the lines go."""
 
     preset: str | None = option(None, "quick (two minutes on any CPU), paper, 1k1k or 8k1k; other flags override it.")
-    size: tuple[str, ...] = option((), "A named size (may be given several times, like all of the next five).")
+    size: tuple[str, ...] = option((), "A named size (may be given several times, like all of the next six).")
     arm: tuple[str, ...] = option((), f"One of {', '.join(ARMS)}, or any wiring; default: all of these.")
     wiring: tuple[str, ...] = option((), "The same as --arm.")
     tp: tuple[int, ...] = option((), "Number of ranks.")
     batch: tuple[int, ...] = option((), "Sequences at a time.")
     emulate_link: tuple[str, ...] = option(
         (), "A link to emulate: its name, or alpha,beta as in 50us,10GB/s; real: the backend as it is."
+    )
+    weights: tuple[str, ...] = option(
+        (), f"Formats of the layers' matrices, as in fp8 or bf16,fp8,int4: {', '.join(NAMED)} (bf16: not quantized)."
     )
     prompt: int | None = option(None, "Tokens of each prompt.")
     new: int | None = option(None, "New tokens of each sequence.")
@@ -106,6 +111,7 @@ class BenchOptions:
         given = {
             "size": self.size,
             "arm": tuple(dict.fromkeys((*self.arm, *self.wiring))),
+            "weights": format_names(self.weights),
             "device": "" if self.device == "auto" else self.device,
             **{name: getattr(self, name) for name in ("tp", "batch", "emulate_link", "prompt", "new", "repetitions")},
         }

@@ -26,7 +26,7 @@ from ladder.perf.measurements import read_lines
 from ladder.progress import Progress
 
 # what makes two lines the same measurement
-WHAT = ("size", "arm", "wiring", "tp", "batch", "prompt", "new", "dtype", "layers")
+WHAT = ("size", "arm", "wiring", "tp", "batch", "prompt", "new", "dtype", "weights", "layers")
 WHERE = ("cell_link", "link", "link_kind", "mode", "chip", "cores")
 KEYS = WHAT + WHERE
 
@@ -134,7 +134,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for name in (*COLUMNS, *(["lanes"] if with_lanes else [])):
         grid.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     groups = [list(group) for _, group in groupby(rows, lambda row: tuple(row[name] for name in _CELL))]
-    titles = [_title(some[0]) for some in groups]
+    plain = all(row["weights"] == "bf16" for row in rows)
+    titles = [[part for part in _title(some[0]) if part != "weights bf16" or not plain] for some in groups]
     common = [part for part in titles[0] if all(part in title for title in titles)] if titles else []
     grid.title = ", ".join(common)
     for some, title in zip(groups, titles, strict=True):
@@ -147,13 +148,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return grid
 
 
-_CELL = ("size", "tp", "batch", "prompt", "new", "cell_link", "mode", "layers")
+_CELL = ("size", "tp", "batch", "prompt", "new", "cell_link", "mode", "layers", "weights")
 
 
 def _title(row: Mapping[str, Any]) -> list[str]:
     """What a cell is, in parts: those that all cells have in common are shown once."""
     part = "" if row["layers"] == row["of_layers"] else f" ({row['layers']} of {row['of_layers']} layers)"
     parts = [f"{row['size']}{part}", f"TP {row['tp']}", f"batch {row['batch']}", f"{row['prompt']}+{row['new']} tokens"]
+    parts.append(f"weights {row['weights']}")
     return parts + ([f"link {row['cell_link']} ({row['link_kind']})"] if row["cell_link"] else [])
 
 
