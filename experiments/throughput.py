@@ -196,8 +196,9 @@ async def main(kind: str, size: str, loads: list[str]) -> None:
         if kind == "vllm":
             await measure(Theirs(directory, context), size, loads)
             return
-        options = {"max_num_seqs": SEQUENCES, "memory": MEMORY, "warm_up": True}  # as `ladder serve` does
-        async with AsyncLLM(directory, wiring=kind, device=DEVICE, **options) as llm:
+        async with AsyncLLM(
+            directory, wiring=kind, device=DEVICE, max_num_seqs=SEQUENCES, memory=MEMORY, warm_up=True
+        ) as llm:  # warmed up, as `ladder serve` does it
             fill(llm._supervisor._executor._runner._passes._model)  # type: ignore[union-attr]
             await measure(Ours(llm, kind), size, loads)
 
