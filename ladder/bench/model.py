@@ -49,6 +49,12 @@ def random_model(case: Case, comm: Comm, device: torch.device, dtype: torch.dtyp
     """This rank's model with normal weights, drawn on its device: a step's time does not depend on their values."""
     model = Decoder(case.config(), comm, device, dtype)
     torch.manual_seed(0)
+    fill(model)
+    return model
+
+
+def fill(model: Decoder) -> None:
+    """Random weights."""
     for module in model.modules():
         if isinstance(module, Quantized):
             _draw_codes(module)
@@ -58,7 +64,6 @@ def random_model(case: Case, comm: Comm, device: torch.device, dtype: torch.dtyp
                 parameter.data.fill_(1.0)
             else:
                 parameter.data.normal_(std=STD)
-    return model
 
 
 def _draw_codes(weight: Quantized) -> None:

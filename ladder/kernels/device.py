@@ -144,8 +144,21 @@ def gathered(base, first, second, drift1, drift2, saved, at, inside, save, SUMS:
 def normalized(x, g, norm_bias, cols, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
     """x * g, and the factor that a root-mean-square norm multiplies it by; of a centered norm, the whole norm and 1."""
     if NORM == 2:
-        x = tl.where(inside, x - tl.sum(x, axis=0) / K, 0.0)
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * g
+        x = tl.where(inside, x - tl.sum(x) / K, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x) / K + eps) * g
         return x + tl.load(norm_bias + cols, mask=inside, other=0.0).to(tl.float32), 1.0
     else:
-        return x * g, tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+        return x * g, tl.rsqrt(tl.sum(x * x) / K + eps)
+
+
+@triton.jit
+def normalized_halves(x, y, g, h, norm_bias, at, other, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """`normalized` of a row whose numbers are in x and y, with the gains g and h, at two places."""
+    if NORM == 2:
+        mean = (tl.sum(x) + tl.sum(y)) / K
+        x, y = tl.where(inside, x - mean, 0.0), tl.where(inside, y - mean, 0.0)
+        factor = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / K + eps)
+        x = x * factor * g + tl.load(norm_bias + at, mask=inside, other=0.0).to(tl.float32)
+        return x, y * factor * h + tl.load(norm_bias + other, mask=inside, other=0.0).to(tl.float32), 1.0
+    else:
+        return x * g, y * h, tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / K + eps)

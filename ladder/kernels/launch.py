@@ -32,7 +32,7 @@ from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata
 from ladder.layers.experts import ExpertMLP
 from ladder.layers.norm import Norm
-from ladder.layers.weight import Weight
+from ladder.layers.weight import Packed, Weight
 
 OTHER = 8 * 1024  # bytes of shared memory that attention needs beside its blocks
 
@@ -134,9 +134,9 @@ class Kernels:
         self, source: Source, norm: Norm | None, weight: Weight, kernel: str, activation: str | None = None,
         pair: bool = False, dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        config, matrix = self._config(kernel, len(source.base), weight, pair), weight.dense
+        config, matrix = self._config(kernel, len(source.base), weight, pair), _matrix(weight)
         if isinstance(config, Gemv) and matrix is not None:
-            out = source.base.new_empty(1, 1, matrix.shape[0] // (1 + pair), dtype=dtype or matrix.dtype)
+            out = source.base.new_empty(1, 1, weight.outputs // (1 + pair), dtype=dtype or source.base.dtype)
             agreed = gemv(
                 source, norm, matrix, weight.bias, activation, pair, None, 1, 1.0, out, config, self.pdl, self.cores
             )
@@ -145,9 +145,9 @@ class Kernels:
         return self._several(x, weight, activation, pair, None, 1, 1.0, dtype, config), agreed
 
     def project(self, x: Tensor, weight: Weight, plus: Tensor | None, divisor: int, scale: float) -> Tensor:
-        config, matrix = self._config("row", len(x), weight, False), weight.dense
+        config, matrix = self._config("row", len(x), weight, False), _matrix(weight)
         if isinstance(config, Gemv) and matrix is not None:
-            out = x.new_empty(1, matrix.shape[0])
+            out = x.new_empty(1, weight.outputs)
             source = Source(x)
             gemv(source, None, matrix, weight.bias, None, False, plus, divisor, scale, out, config, self.pdl)
             return out
@@ -158,8 +158,8 @@ class Kernels:
         scale: float, dtype: torch.dtype | None, config: Config,
     ) -> Tensor:  # fmt: skip
         """[splits, rows, outputs]"""
-        matrix = weight.dense
-        if dtype is not None and dtype != x.dtype and matrix is not None and config is None:  # the head
+        matrix = _matrix(weight)
+        if dtype is not None and dtype != x.dtype and isinstance(matrix, Tensor) and config is None:  # the head
             return torch.mm(x, matrix.t(), out_dtype=dtype).unsqueeze(0)
         if matrix is None or not isinstance(config, SmallGemm):
             y = projected(x, weight, None, False, None if activation else plus, divisor, 1.0 if activation else scale)
@@ -168,7 +168,7 @@ class Kernels:
         if config.splits > 1 and activation is not None:
             raise ValueError("a product with an activation cannot be split")
         kind = torch.float32 if config.splits > 1 else dtype or x.dtype
-        out = x.new_empty(config.splits, len(x), matrix.shape[0] // (1 + pair), dtype=kind)
+        out = x.new_empty(config.splits, len(x), weight.outputs // (1 + pair), dtype=kind)
         small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl)
         return out
 
@@ -201,14 +201,24 @@ class Kernels:
         return choose(best, tokens, positions, slots, last, self.pdl)
 
     def _config(self, kernel: str, rows: int, weight: Weight, pair: bool) -> Config:
-        if weight.dense is None:
+        matrix = _matrix(weight)
+        if matrix is None:
             return None
-        outputs, inputs = weight.dense.shape[0] // (1 + pair), weight.dense.shape[1]
-        size = weight.dense.element_size()
-        return self.table[Shape(kernel, _bucket(rows), outputs, inputs, pair, size, self.lanes, self.flags)]
+        outputs, inputs = weight.outputs // (1 + pair), weight.inputs
+        if isinstance(matrix, Tensor):
+            size, bits, group = matrix.element_size(), 0, 0
+        else:
+            size, bits, group = 2, matrix.bits, matrix.group if matrix.group < inputs else 0
+        shape = Shape(kernel, _bucket(rows), outputs, inputs, pair, size, self.lanes, self.flags, bits, group)
+        return self.table[shape]
 
 
 Launch = References | Kernels
+
+
+def _matrix(weight: Weight) -> Tensor | Packed | None:
+    """What matrix kernels read of a weight."""
+    return weight.packed if weight.dense is None else weight.dense
 
 
 def _bucket(rows: int) -> int:

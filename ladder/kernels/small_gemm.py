@@ -4,15 +4,18 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
+from ladder.kernels.codes import code_arguments, eight_bits, four_bits, zero_points
 from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
 from ladder.kernels.table import SmallGemm
+from ladder.layers.weight import Packed
 
 
 @triton.jit
-def _small_gemm(x, weight, bias, plus, out, scale, alpha, M, N, K: tl.constexpr,
+def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, GROUPS, K: tl.constexpr,
             MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr,
             PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
-            STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+            ZEROS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
     j = tl.arange(0, BN)
@@ -24,22 +27,63 @@ def _small_gemm(x, weight, bias, plus, out, scale, alpha, M, N, K: tl.constexpr,
     here = (r < N)[:, None]
     live = (m < M)[None, :]
     depth: tl.constexpr = K // SPLITS
-    rows = weight + line.to(tl.int64)[:, None] * K + split * depth
     lines = x + m[None, :] * K + split * depth
     y = tl.zeros([BN, MB], tl.float32)
-    if EARLY > 0:
-        e = tl.arange(0, EARLY)
-        early = tl.load(rows + e[None, :], mask=here, other=0.0)
-    wait_for_others(PDL)
-    let_others_start(PDL)
-    if EARLY > 0:
-        early_x = tl.load(lines + e[:, None], mask=live, other=0.0)
-        y = product(early, early_x, y, IEEE)
-    for at in tl.range(EARLY, depth, BK, num_stages=STAGES):
-        inside = at + k < depth
-        xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
-        w = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
-        y = product(w, xs, y, IEEE)
+    if BITS < 16:
+        wait_for_others(PDL)
+        let_others_start(PDL)
+        packed: tl.constexpr = 2 if BITS == 4 else 1  # codes in a stored number
+        step: tl.constexpr = BK // packed
+        codes = weight + line.to(tl.int64)[:, None] * (K // packed) + split * (depth // packed)
+        stored = tl.arange(0, step)
+        own = line.to(tl.int64) * GROUPS
+        x_sums = tl.zeros([MB], tl.float32)
+        for at in tl.range(0, depth // packed, step, num_stages=STAGES):
+            within = at + stored < depth // packed
+            code = tl.load(codes + (at + stored)[None, :], mask=here & within[None, :], other=0.0)
+            if BITS == 4:
+                low_at = (at + stored) // RUN * (2 * RUN) + (at + stored) % RUN
+                low = tl.load(lines + low_at[:, None], mask=within[:, None] & live, other=0.0)
+                high = tl.load(lines + low_at[:, None] + RUN, mask=within[:, None] & live, other=0.0)
+            else:
+                low = tl.load(lines + (at + stored)[:, None], mask=within[:, None] & live, other=0.0)
+            so_far = y
+            if GROUP > 0:
+                so_far = tl.zeros([BN, MB], tl.float32)
+            if BITS == 4:
+                code_low, code_high = four_bits(code, x.dtype.element_ty, ASM)
+                some = product(code_high, high, product(code_low, low, so_far, IEEE), IEEE)
+                sums = tl.sum(low.to(tl.float32), axis=0) + tl.sum(high.to(tl.float32), axis=0)
+            else:
+                some = product(eight_bits(code, x.dtype.element_ty, ASM), low, so_far, IEEE)
+            if GROUP > 0:
+                group = own + (split * depth + at * packed) // GROUP
+                if BITS == 4:
+                    some -= zero_points(zeros, group, r < N, ZEROS)[:, None] * sums[None, :]
+                y += some * tl.load(scales + group, mask=r < N, other=0.0).to(tl.float32)[:, None]
+            else:
+                y = some
+                if BITS == 4:
+                    x_sums += sums
+        if GROUP == 0:
+            if BITS == 4:
+                y -= zero_points(zeros, own, r < N, ZEROS)[:, None] * x_sums[None, :]
+            y = y * tl.load(scales + own, mask=r < N, other=0.0).to(tl.float32)[:, None]
+    else:
+        rows = weight + line.to(tl.int64)[:, None] * K + split * depth
+        if EARLY > 0:
+            e = tl.arange(0, EARLY)
+            early = tl.load(rows + e[None, :], mask=here, other=0.0)
+        wait_for_others(PDL)
+        let_others_start(PDL)
+        if EARLY > 0:
+            early_x = tl.load(lines + e[:, None], mask=live, other=0.0)
+            y = product(early, early_x, y, IEEE)
+        for at in tl.range(EARLY, depth, BK, num_stages=STAGES):
+            inside = at + k < depth
+            xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
+            w = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
+            y = product(w, xs, y, IEEE)
     if BIAS:
         if split == 0:
             y += tl.load(bias + line, mask=r < N, other=0.0).to(tl.float32)[:, None]
@@ -60,7 +104,7 @@ def _small_gemm(x, weight, bias, plus, out, scale, alpha, M, N, K: tl.constexpr,
 
 def small_gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     bias: Tensor | None,
     activation: str | None,
     pair: bool,
@@ -77,12 +121,14 @@ def small_gemm(
     or a `plus`. The first has the bias.
     """
     rows, width = x.shape
-    outputs = weight.shape[0] // (1 + pair)
+    matrix, scales, zeros, groups, form = code_arguments(weight)
+    outputs = matrix.shape[0] // (1 + pair)
+    depth = min(config.depth, form["GROUP"] or config.depth)  # of a tile: of one group
     assert out.shape[0] == config.splits and (config.splits == 1 or (activation is None and plus is None))
-    _small_gemm[(-(-weight.shape[0] // config.rows), config.splits)](
-        x, weight, bias, plus, out, 1 / divisor, alpha, rows, outputs,
-        K=width, MB=max(16, triton.next_power_of_2(rows)), BN=config.rows, BK=config.depth, EARLY=config.early,
+    _small_gemm[(-(-matrix.shape[0] // config.rows), config.splits)](
+        x, matrix, scales, zeros, bias, plus, out, 1 / divisor, alpha, rows, outputs, groups,
+        K=width, MB=max(16, triton.next_power_of_2(rows)), BN=config.rows, BK=depth, EARLY=config.early,
         SPLITS=config.splits, PAIR=pair, ACT=ACTIVATIONS[activation], BIAS=bias is not None, PLUS=plus is not None,
         ALPHA=alpha != 1, STAGES=config.stages, IEEE=x.dtype is torch.float32, PDL=pdl, num_warps=config.warps,
-        launch_pdl=pdl,
+        launch_pdl=pdl, **form,
     )  # fmt: skip

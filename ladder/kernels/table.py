@@ -68,6 +68,13 @@ class Shape:
     bytes: int = 2  # of an element
     lanes: int = 1  # other kernels run beside it on two
     flags: bool = False  # and some of them poll the flags of all-reduces
+    bits: int = 0  # of a code, where the weight is quantized
+    group: int = 0  # inputs that share a scale
+
+    @property
+    def stored(self) -> int:
+        """Bits of a weight."""
+        return self.bits or 8 * self.bytes
 
     @property
     def splittable(self) -> bool:
@@ -187,24 +194,30 @@ def rule(shape: Shape) -> Config:
         stages = 5 if shape.batch * shape.outputs <= 3 * WAVE else 3  # all programs at once
         return Split(max(1, splits), positions, warps, 3 if splits >= 8 else stages, int(splits >= 8))
     if shape.batch == 1:
-        line = shape.inputs * shape.bytes * (1 + shape.pair)
-        rows = max(1, min(power_up_to(28 * 1024 // line), power_up_to(shape.outputs // WAVE)))
+        line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
+        # codes become numbers in registers, which hold fewer weights than shared memory has codes
+        most = (1 << 14) * shape.stored // 8 if shape.bits else 28 * 1024
+        rows = max(1, min(power_up_to(most // line), power_up_to(shape.outputs // WAVE)))
         stages = 4 if rows * line < 1 << 15 else 3
-        ring = rows * power_up_to(2 * shape.inputs - 1) * shape.bytes * (1 + shape.pair) * (stages - 1)
+        ring = rows * power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair) * (stages - 1)
         if ring <= SHARED:  # else a row of it is too wide
-            return Gemv(rows, 8 if line >= 1 << 14 else 4, WAVE if 2 * ring <= SHARED else WAVE // 2, stages)
+            wide = shape.inputs * (1 + shape.pair) >= 1 << 13 if shape.bits else line >= 1 << 14
+            return Gemv(rows, 8 if wide else 4, WAVE if 2 * ring <= SHARED else WAVE // 2, stages)
     if shape.batch > MOST:
         return None
     depth = max(16, min(128 * 2 // shape.bytes, power_up_to(shape.inputs)))
+    if shape.bits:  # a tile has no inputs of two groups; two codes of 4 bits are inputs 16 apart
+        depth = max(32, min(128, shape.group or 128, power_up_to(shape.inputs)))
     rows = 64
     splits = min(8, power_up_to(WAVE // -(-shape.outputs // rows))) if shape.splittable else 1
-    while shape.inputs % (splits * 16) or shape.inputs // splits < depth:
+    unit = max(16, depth) if shape.bits else 16
+    while shape.inputs % (splits * unit) or shape.inputs // splits < depth:
         splits //= 2
         if splits <= 1:
             splits = 1
             break
     stages = 5 if shape.batch <= 16 else 4
-    early = depth if shape.inputs // splits >= 4 * depth and shape.batch <= 16 else 0
+    early = depth if shape.inputs // splits >= 4 * depth and shape.batch <= 16 and not shape.bits else 0
     return SmallGemm(rows, depth, splits, stages, 4, early)
 
 

@@ -12,6 +12,7 @@ from ladder.config.quantization import DENSE
 from ladder.errors import LadderError
 from ladder.layers.quantized import Quantized
 from ladder.layers.shard import Piece, Shard
+from ladder.layers.weight import Packed
 
 
 class VocabularyRows(nn.Module):
@@ -109,6 +110,10 @@ class Head(VocabularyRows):
     @property
     def dense(self) -> Tensor | None:
         return self.weight if self.quantized is None else None
+
+    @property
+    def packed(self) -> Packed | None:
+        return None if self.quantized is None else self.quantized.packed
 
     def shards(self) -> Iterator[Shard]:
         return super().shards() if self.quantized is None else iter(())  # `quantized` has its own

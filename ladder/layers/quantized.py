@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ladder.config.quantization import Storage
 from ladder.errors import LadderError
 from ladder.layers.shard import Piece, Shard
-from ladder.layers.weight import StoredWeight
+from ladder.layers.weight import RUN, Packed, StoredWeight
 
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 MIDDLE = 8  # the zero of symmetric 4-bit codes, which are 0 to 15
@@ -27,7 +27,8 @@ INT32, INTEGERS = frozenset({torch.int32}), frozenset({torch.int32, torch.int64}
 
 
 class Quantized(StoredWeight):
-    """Codes [outputs, inputs], of int4 two in a byte, the first in the low half; scales and zeros [outputs, groups].
+    """Codes [outputs, inputs], of int4 two in a byte, the second `run` inputs after the first; scales and zeros
+    [outputs, groups].
 
     Of int4 without stored zeros the zero is 8, of the others 0.
     """
@@ -47,6 +48,7 @@ class Quantized(StoredWeight):
         for piece in self.pieces:
             _check_shape(piece, storage)
         four, shared = storage.kind == "int4", -(-inputs // storage.group) if storage.group else 1
+        self.run = 1 if inputs % (2 * RUN) else RUN
         kind = dtype if four else torch.float32
         # zeros: a head may have more rows than its checkpoint
         codes = torch.zeros(outputs, inputs // 2 if four else inputs, dtype=CODES[storage.kind])
@@ -76,7 +78,8 @@ class Quantized(StoredWeight):
         wide = torch.promote_types(self.dtype, torch.float32)
         codes = self.codes[rows]
         if self.storage.kind == "int4":
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+            pairs = codes.unflatten(1, (-1, self.run))
+            codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
         values, scales = codes.to(wide), self._spread(self.scales[rows]).to(wide)
         if self.zeros is not None:
             values -= self._spread(self.zeros[rows])
@@ -89,6 +92,14 @@ class Quantized(StoredWeight):
         if not self.storage.group:
             return shared
         return shared.repeat_interleave(self.storage.group, dim=1)[:, : self.inputs]
+
+    @property
+    def packed(self) -> Packed | None:
+        if self.storage.kind == "int4" and self.run != RUN:
+            return None
+        group = self.storage.group if self.scales.shape[1] > 1 else self.inputs
+        zeros = None if self.zeros is None else self.zeros.data
+        return Packed(self.codes.data, self.scales.data, zeros, 4 if self.storage.kind == "int4" else 8, group)
 
     def shards(self) -> Iterator[Shard]:
         for piece in self.pieces:
@@ -115,7 +126,8 @@ def _compressed(weight: Quantized, piece: Piece, scale: str = "weight_scale") ->
     storage, name, (outputs, inputs), here = weight.storage, piece.name, piece.shape, _here(piece)
     if storage.kind == "int4":
         shape, index = (outputs, inputs // 8), (piece.rows, _over(piece.columns, 8))
-        yield Shard(f"{name}.weight_packed", shape, index, weight.codes.data[here], _bytes, INT32)
+        codes = weight.codes.data[here]
+        yield Shard(f"{name}.weight_packed", shape, index, codes, lambda x: _pairs(_fours(x), weight.run), INT32)
         sizes = partial(torch.tensor, piece.shape)
         nothing = weight.codes.data[:0, 0]
         yield Shard(f"{name}.weight_shape", (2,), (slice(0, 2),), nothing, types=INTEGERS, holds=sizes)
@@ -142,8 +154,8 @@ def _awq(weight: Quantized, piece: Piece) -> Iterator[Shard]:
     """
     storage, (outputs, inputs), here, rows = weight.storage, piece.shape, _here(piece), _over(piece.rows, 8)
     unpack, (total, groups) = partial(_unpacked, piece, AWQ_ORDER, 0), _groups(piece, storage)
-    codes, shape = weight.codes.data[here], (inputs, outputs // 8)
-    yield Shard(f"{piece.name}.qweight", shape, (piece.columns, rows), codes, lambda x: _pairs(unpack(x).t()), INT32)
+    codes, shape, index = weight.codes.data[here], (inputs, outputs // 8), (piece.columns, rows)
+    yield Shard(f"{piece.name}.qweight", shape, index, codes, lambda x: _pairs(unpack(x).t(), weight.run), INT32)
     yield _scales(weight, piece)
     assert weight.zeros is not None
     shape = (total, outputs // 8)
@@ -156,8 +168,9 @@ def _gptq(weight: Quantized, piece: Piece) -> Iterator[Shard]:
     """
     storage, (outputs, inputs), here, rows = weight.storage, piece.shape, _here(piece), _over(piece.rows, 8)
     unpack, (total, groups) = partial(_unpacked, piece, None, 1), _groups(piece, storage)
-    codes, index = weight.codes.data[here], (_over(piece.columns, 8), piece.rows)
-    yield Shard(f"{piece.name}.qweight", (inputs // 8, outputs), index, codes, lambda x: _bytes(x.t()), INT32)
+    codes, index, run = weight.codes.data[here], (_over(piece.columns, 8), piece.rows), weight.run
+    shape = (inputs // 8, outputs)
+    yield Shard(f"{piece.name}.qweight", shape, index, codes, lambda x: _pairs(_fours(x.t()), run), INT32)
     yield _scales(weight, piece)
     nothing, name, shape = weight.codes.data[:0, 0], f"{piece.name}.qzeros", (total, outputs // 8)
     if weight.zeros is not None:
@@ -209,24 +222,25 @@ def _repeated(piece: Piece, unit: int, shared: Tensor) -> Tensor:
     return shared.repeat_interleave(unit, dim=0)[first : first + count]
 
 
-def _bytes(words: Tensor) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, 4 n], the lowest first."""
+def _fours(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, 8 n], four bits in each, the lowest first."""
     rows, count = words.shape
-    return words.contiguous().view(-1).view(torch.uint8).view(rows, 4 * count)
+    pairs = words.contiguous().view(-1).view(torch.uint8).view(rows, 4 * count)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
 
 
 def _unpacked(piece: Piece, order: list[int] | None, plus: int, words: Tensor) -> Tensor:
     """int32 [n, units of eight outputs] -> uint8 [n, rows of the piece], each `plus` a number."""
-    pairs = _bytes(words)
-    fours = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*words.shape, 8)
+    fours = _fours(words).view(*words.shape, 8)
     fours = (fours if order is None else fours[..., order]).flatten(1)
     first, count = piece.rows.start % 8, piece.rows.stop - piece.rows.start
     return fours[:, first : first + count] + plus
 
 
-def _pairs(codes: Tensor) -> Tensor:
-    """[rows, inputs] -> [rows, inputs / 2], two in a byte."""
-    return codes[:, ::2] | codes[:, 1::2] << 4
+def _pairs(codes: Tensor, run: int) -> Tensor:
+    """[rows, inputs] -> [rows, inputs / 2], two in a byte: inputs that are `run` apart."""
+    low, high = codes.reshape(len(codes), -1, 2, run).unbind(2)
+    return (low | high << 4).flatten(1)
 
 
 def _symmetric(name: str, zeros: Tensor) -> Tensor:

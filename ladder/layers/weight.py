@@ -1,16 +1,34 @@
 """A matrix however it is stored: how it multiplies, and what every storage format has. formats.py has the formats.
 
-Code outside a format touches the stored tensor only through `dense`, which is for kernels that read it as it is.
+Code outside a format touches the stored tensors only through `dense` and `packed`, which are for kernels.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ladder.layers.shard import Piece, Shard
+
+RUN = 16  # inputs of 4 bits whose codes are the low halves of neighbouring bytes; the next as many are the high halves
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantized matrix as kernels read it: w[o, i] = (code[o, i] - zero[o, i // group]) * scale[o, i // group]."""
+
+    codes: Tensor  # [outputs, inputs]; of 4 bits [outputs, inputs / 2]: input i and input i + RUN of 2 RUN in a byte
+    scales: Tensor  # [outputs, groups]
+    zeros: Tensor | None  # [outputs, groups] of 4 bits; None: 8 of those, 0 of others
+    bits: int  # 8 or 4
+    group: int  # inputs that share a scale
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * 8 // self.bits
 
 
 class Weight(Protocol):
@@ -32,6 +50,11 @@ class Weight(Protocol):
     @property
     def dense(self) -> Tensor | None:
         """The matrix itself, [outputs, inputs], for kernels that read it so; None: `multiply` is the only way."""
+        ...
+
+    @property
+    def packed(self) -> Packed | None:
+        """The matrix for kernels that dequantize it; None: it is not quantized, or not in a form that they read."""
         ...
 
     @property
@@ -67,4 +90,8 @@ class StoredWeight(nn.Module, ABC):
 
     @property
     def dense(self) -> Tensor | None:
+        return None
+
+    @property
+    def packed(self) -> Packed | None:
         return None

@@ -1,0 +1,167 @@
+"""Matrix kernels over quantized weights against torch's products of the dequantized ones, in float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ladder.bench.model import fill
+from ladder.config import ModelConfig
+from ladder.config.quantization import Storage, named_format
+from ladder.engine.forward import Forward
+from ladder.jit import PRESENT
+from ladder.kernels.gemv import gemv, projected
+from ladder.kernels.launch import References
+from ladder.kernels.norm import add_norm_reference
+from ladder.kernels.small_gemm import small_gemm
+from ladder.kernels.table import Gemv, Shape, SmallGemm, rule, sound
+from ladder.layers.formats import Dense
+from ladder.layers.quantized import Quantized
+from ladder.model import Decoder
+from tests.test_fused import InTurns, interpreter
+from tests.test_kernels import (
+    ACTIVATIONS,
+    DEVICE,
+    PDL,
+    SEEDS,
+    Draw,
+    assert_close,
+    dtype,
+    exact,
+    poisoned,
+    some_norm,
+    some_source,
+)
+
+__all__ = ["dtype"]
+pytestmark = pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
+
+FORMATS = [
+    Storage("fp8", "compressed", 0, 1),
+    Storage("fp8", "compressed", 0, 0),
+    Storage("fp8", "fp8", 128, 128),
+    Storage("int8", "compressed", 0, 1),
+    Storage("int4", "compressed", 0, 1),
+    Storage("int4", "compressed", 32, 1),
+    Storage("int4", "compressed", 64, 1),
+    Storage("int4", "compressed", 128, 1),
+    Storage("int4", "awq", 64, 1, True),
+    Storage("int4", "awq", 128, 1, True),
+    Storage("int4", "compressed", 0, 1, True),
+]
+formats = pytest.mark.parametrize("storage", FORMATS, ids=lambda each: f"{each.kind}-{each.group}-{each.zero}")
+
+
+def some_quantized(draw: Draw, storage: Storage, outputs: int, inputs: int) -> Quantized:
+    """Random codes, scales, zeros and bias."""
+    weight = Quantized(storage, outputs, inputs, draw.pick(False, True), draw.dtype, ())
+    values = draw(*weight.codes.shape).float().cpu()
+    if storage.kind == "fp8":
+        weight.codes.data = (values * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        low, high = (-128, 128) if storage.kind == "int8" else (0, 256)
+        codes = torch.randint(low, high, weight.codes.shape, generator=draw._generator)
+        weight.codes.data = codes.to(weight.codes.dtype)
+    size = {"fp8": 100.0, "int8": 74.0, "int4": 4.6}[storage.kind] * inputs**0.5  # about one for a product
+    scales = torch.rand(weight.scales.shape, generator=draw._generator) + 0.5
+    weight.scales.data = (scales / size).to(weight.scales.dtype)
+    if weight.zeros is not None:
+        weight.zeros.data = torch.randint(0, 16, weight.zeros.shape, generator=draw._generator).to(torch.uint8)
+    if weight.bias is not None:
+        weight.bias.data = draw(outputs)
+    return weight.to(DEVICE)
+
+
+def exactly(weight: Quantized) -> Dense:
+    """What it means, in float64."""
+    found = Dense(weight.outputs, weight.inputs, weight.bias is not None, torch.float64, ())
+    weight.dtype = torch.float64
+    found.weight.data = weight.dequantized()
+    if weight.bias is not None and found.bias is not None:
+        found.bias.data = weight.bias.data.double()
+    return found
+
+
+def some_product(draw: Draw, splits: int = 1) -> tuple[Any, bool, int, float]:
+    activation = None if splits > 1 else draw.pick(*ACTIVATIONS)
+    return activation, activation is not None and draw.pick(False, True), draw.pick(1, 4), draw.pick(1.0, 0.3)
+
+
+@formats
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_gemv(storage: Storage, seed: int, dtype: torch.dtype) -> None:
+    draw = Draw(seed, dtype)
+    unit = storage.group or 32
+    width, outputs = unit * draw.pick(1, 3, 5), draw.pick(16, 50, 136)
+    activation, pair, divisor, alpha = some_product(draw)
+    source, norm = some_source(draw, 1, width), draw.pick(None, some_norm(draw, width))
+    weight = some_quantized(draw, storage, outputs * (1 + pair), width)
+    plus = draw.pick(None, draw(1, outputs))
+    config = Gemv(draw.pick(1, 2, 8), draw.pick(4, 8), draw.pick(3, 256), draw.pick(2, 4))
+    out = torch.full((1, outputs), float("nan"), dtype=dtype, device=DEVICE)
+    packed = weight.packed
+    assert packed is not None
+    with poisoned():
+        agreed = gemv(source, norm, packed, weight.bias, activation, pair, plus, divisor, alpha, out, config, PDL, 132)
+    x, expected_agreed = add_norm_reference(exact(source), exact(norm))
+    assert_close(out, projected(x, exactly(weight), activation, pair, exact(plus), divisor, alpha), dtype)
+    assert_close(agreed, expected_agreed, dtype)
+
+
+@formats
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_small_gemm(storage: Storage, seed: int, dtype: torch.dtype) -> None:
+    draw = Draw(seed, dtype)
+    splits = draw.pick(1, 2)
+    rows, width = draw.pick(2, 3, 16, 33, 64), (storage.group or 32) * splits * draw.pick(1, 2, 3)
+    outputs = draw.pick(16, 50, 136)
+    activation, pair, divisor, alpha = some_product(draw, splits)
+    x, weight = draw(rows, width), some_quantized(draw, storage, outputs * (1 + pair), width)
+    plus = draw(rows, outputs) if splits == 1 and draw.pick(False, True) else None
+    config = SmallGemm(draw.pick(32, 64), draw.pick(32, 64), splits, draw.pick(2, 3), 4, 0)
+    kind = dtype if splits == 1 else torch.float32
+    out = torch.full((splits, rows, outputs), float("nan"), dtype=kind, device=DEVICE)
+    packed = weight.packed
+    assert packed is not None
+    small_gemm(x, packed, weight.bias, activation, pair, plus, divisor, alpha, out, config, PDL)
+    expected = projected(exact(x), exactly(weight), activation, pair, exact(plus), divisor, alpha)
+    assert_close(out.double().sum(0), expected, dtype)
+
+
+def test_codes_that_kernels_do_not_read() -> None:
+    """Four bits of a number of inputs that has no whole runs are torch's."""
+    weight = Quantized(Storage("int4", "compressed", 0, 1), 8, 48, False, torch.float32, ())
+    assert weight.run == 1 and weight.packed is None
+
+
+@pytest.mark.parametrize("bits, group", ((8, 0), (8, 128), (4, 0), (4, 32), (4, 64), (4, 128)))
+def test_the_rule_suits_every_format(bits: int, group: int) -> None:
+    for kernel in ("qkv", "gate_up", "row", "head"):
+        for batch in (1, 2, 16, 64, 128):
+            for outputs, inputs in ((1280, 8192), (7168, 8192), (8192, 3584), (6144, 4096), (96, 128)):
+                shape = Shape(kernel, batch, outputs, inputs, kernel == "gate_up", bits=bits, group=group)
+                config = rule(shape)
+                assert sound(shape, config) and (config is None) == (batch > 64)
+                if isinstance(config, SmallGemm):  # no tile has inputs of two groups, no split a part of one
+                    assert config.early == 0 and (not group or group % config.depth == 0)
+                    assert inputs // config.splits % (group or config.depth) == 0
+
+
+@interpreter
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("name", ("fp8", "int4-32"))
+def test_a_decode_step(name: str, batch: int) -> None:
+    """All kernels of a step against torch's products of the same codes."""
+    config = replace(ModelConfig(32, 1, 2, 1, 64, 20).rewired("ladder"), weights=named_format(name))
+    torch.manual_seed(3)
+    model = Decoder(config, dtype=torch.float32)
+    fill(model)
+    found = []
+    for launch in (References(), InTurns()):
+        cache = model.new_cache(batch, 16)
+        for position, token in enumerate((3, 17)):
+            tokens, slots = torch.full((batch,), token), torch.arange(batch)
+            logits = Forward(model, cache, launch).decode(tokens, slots, torch.full((batch,), position))  # type: ignore[arg-type]
+        found.append(logits)
+    assert_close(found[1], found[0].double(), torch.float32)
