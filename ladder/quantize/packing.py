@@ -43,8 +43,8 @@ def packed(rounded: Rounded, storage: Storage) -> dict[str, Tensor]:
 
 def words(codes: Tensor) -> Tensor:
     """Codes of 4 bits [n, m] -> int32 [n, m / 8], the first in the lowest bits; the last word is filled with zeros."""
-    codes = pad(codes, (0, -codes.shape[1] % WORD))
-    return (codes[:, ::2] | codes[:, 1::2] << 4).flatten().view(torch.int32).view(len(codes), -1)
+    pairs = pad(codes, (0, -codes.shape[1] % WORD)).flatten().view(torch.int16)  # the first in the low byte
+    return (pairs | pairs >> 4).to(torch.uint8).view(torch.int32).view(len(codes), -1)
 
 
 def settings(storage: Storage, ignore: list[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def spread(shared: Tensor, shape: torch.Size, storage: Storage) -> Tensor:
     found = shared.float()
     if storage.rows != 1:
         found = found.repeat_interleave(storage.rows or shape[0], dim=0)[: shape[0]]
-    return found.repeat_interleave(storage.group, dim=1)[:, : shape[1]] if storage.group else found
+    return found[..., None].expand(-1, -1, storage.group).flatten(1)[:, : shape[1]] if storage.group else found
 
 
 def _blocks(weight: Tensor, storage: Storage) -> Tensor:
