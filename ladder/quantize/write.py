@@ -84,7 +84,7 @@ def quantize(
                     progress(done, before, "quantizing")
         for file in others:
             shutil.copyfile(file, folder / file.name)
-        ignore = [config.names.head]
+        ignore = sorted({"lm_head", config.names.head})  # transformers gives all heads one name
         if config.experts is not None:
             ignore.append(rf"re:.*\.{re.escape(config.names.router)}$")
         plain = {key: value for key, value in raw.items() if key != "auto_map"}  # its code is not copied
