@@ -1,11 +1,11 @@
 """Options of `ladder quantize`. The command line is generated from this class."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ladder.config.quantization import GROUPS, Storage
 from ladder.errors import LadderError, check_known
-from ladder.options import argument, check_types, option
+from ladder.options import argument, check_types, option, required
 
 BLOCK = 128  # outputs and inputs of a block of fp8-block
 # by their names here; int4 is in groups
@@ -23,9 +23,7 @@ class QuantizeOptions:
 
     model: Path = argument("Directory of a checkpoint, of any wiring.")
     out: Path = argument("New folder for the quantized checkpoint.")
-    format: str = field(
-        metadata={"help": "fp8 and int8 (a scale for each output), fp8-block (for each 128 x 128 weights) or int4."}
-    )
+    format: str = required("fp8 and int8 (a scale for each output), fp8-block (for each 128 x 128 weights) or int4.")
     group: int | None = option(
         None, "Of int4: inputs that share a scale, 32, 64 or 128; 0: all of an output; default: 128."
     )

@@ -69,11 +69,13 @@ def spread(shared: Tensor, shape: torch.Size, storage: Storage) -> Tensor:
     found = shared.float()
     if storage.rows != 1:
         found = found.repeat_interleave(storage.rows or shape[0], dim=0)[: shape[0]]
-    return found[..., None].expand(-1, -1, storage.group).flatten(1)[:, : shape[1]] if storage.group else found
+    if storage.group:
+        found = found[..., None].expand(-1, -1, storage.group).flatten(1)[:, : shape[1]]
+    return found
 
 
 def _blocks(weight: Tensor, storage: Storage) -> Tensor:
     """[outputs, inputs] -> [units of outputs, outputs of one, groups, inputs of one], filled up with zeros."""
     rows, columns = storage.rows or weight.shape[0], storage.group or weight.shape[1]
     weight = pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
-    return weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return weight.view(len(weight) // rows, rows, -1, columns)

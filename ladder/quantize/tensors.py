@@ -90,7 +90,7 @@ class Output:
             parts[-1][name] = spec
         self._opened, self._left = ExitStack(), {name: spec.size for name, spec in tensors.items()}
         self._places: dict[str, tuple[int, int]] = {}  # a file's descriptor, and where the next byte goes
-        table = {}
+        table: dict[str, str] = {}
         for number, part in enumerate(parts, 1):
             many = f"model-{number:05}-of-{len(parts):05}.safetensors"
             file = folder / (SINGLE if len(parts) == 1 else many)
@@ -118,7 +118,7 @@ class Output:
 
     def write(self, name: str, piece: Tensor | bytearray) -> int:
         """The next piece of a tensor; returns its bytes."""
-        raw = memoryview(piece.flatten().view(torch.uint8).numpy() if isinstance(piece, Tensor) else piece)
+        raw = memoryview(piece.flatten().view(torch.uint8).numpy().data if isinstance(piece, Tensor) else piece)
         descriptor, at = self._places[name]
         self._left[name] -= len(raw)
         assert self._left[name] >= 0, name
