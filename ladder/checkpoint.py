@@ -32,8 +32,8 @@ _NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
 # buffers that older checkpoints keep beside the weights
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias")
 # safetensors' names of the types that are read
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
-_TYPES |= {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "I64": torch.int64}
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+TYPES |= {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "I64": torch.int64}
 
 
 class Source(Protocol):
@@ -74,7 +74,7 @@ class Directory:
         bare = not any(name.startswith(base) for name in files)
         full = {name: base + name if bare and not name.startswith(self.config.names.head) else name for name in files}
         self.files = {full[name]: file for name, file in files.items()}
-        self._stored = {full[name]: name for name in files}
+        self.stored = {full[name]: name for name in files}  # name in the file
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         for file in dict.fromkeys(self.files.values()):
@@ -92,7 +92,7 @@ class Directory:
     def _read_header(self, file: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             for name in (name for name, at in self.files.items() if at == file):
-                entry = opened.get_slice(self._stored[name])
+                entry = opened.get_slice(self.stored[name])
                 self._shapes[name], self._types[name] = tuple(entry.get_shape()), entry.get_dtype()
 
     def check(self, shards: Iterable[Shard]) -> None:
@@ -100,7 +100,7 @@ class Directory:
         wanted = {shard.name: shard for shard in shards}
         for name, shard in wanted.items():
             self._check(name, shard.shape)
-            _check_type(str(self.path), name, self._types[name], _TYPES.get(self._types[name]), shard)
+            _check_type(str(self.path), name, self._types[name], TYPES.get(self._types[name]), shard)
         others = _BUFFERS + (ACTIVATION_TENSORS if self.config.weights else ())
         for name in self._shapes:
             ours = name.startswith(self.config.names.layers.split(".")[0] + ".")
@@ -114,7 +114,7 @@ class Directory:
             with safe_open(file, framework="pt") as opened:
                 for shard in (shard for shard in shards if self.files[shard.name] == file):
                     assert shard.holds is not None
-                    if not torch.equal(opened.get_tensor(self._stored[shard.name]).long(), shard.holds().long()):
+                    if not torch.equal(opened.get_tensor(self.stored[shard.name]).long(), shard.holds().long()):
                         raise LadderError(f"{self.path}: {shard.name!r} is not what its config.json calls for")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -128,7 +128,7 @@ class Directory:
         """A view of the mapped file; the mapping lives as long as the view."""
         self._check(name, shape)
         with safe_open(self.files[name], framework="pt") as opened:
-            piece: Tensor = opened.get_slice(self._stored[name])[index]
+            piece: Tensor = opened.get_slice(self.stored[name])[index]
             return piece
 
 

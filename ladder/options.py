@@ -13,6 +13,11 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def required(help: str) -> Any:
+    """The same without a default: it must be given."""
+    return field(metadata={"help": help})
+
+
 def keyword(default: Any) -> Any:
     """A dataclass field that the command line does not have."""
     return field(default=default, metadata={"keyword": True})

@@ -40,6 +40,7 @@ ROWS += [
     "hf",
     "data",
     "scan",
+    "quantize",
     "train",
     "bench",
     "client",

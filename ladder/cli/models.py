@@ -1,7 +1,7 @@
-"""`ladder convert` and `ladder eval`."""
+"""`ladder convert`, `ladder quantize` and `ladder eval`."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
 from ladder.errors import LadderError
 from ladder.options import argument, option
+from ladder.quantize.options import QuantizeOptions
 
 if TYPE_CHECKING:
     from ladder.hf.evaluate import Arm
@@ -36,6 +37,26 @@ def convert(options: ConvertOptions) -> None:
     typer.echo(f"wrote {options.out}: {wiring}")
     if not wiring.is_standard:
         typer.echo("Its weights were trained under another wiring: adapt them before use.")
+
+
+@verb(QuantizeOptions)
+def quantize(options: QuantizeOptions) -> None:
+    """Quantize a checkpoint's matrices to 8 or 4 bits, of any wiring; embedding and head stay as they are."""
+    from ladder.quantize.write import quantize
+
+    with bytes_bar("quantizing") as progress:
+        found = quantize(options, progress)
+    if options.json:
+        given = {"model": str(options.model), "out": str(options.out), "format": options.format}
+        typer.echo(
+            json.dumps({**given, "group": options.storage.group, "asymmetric": options.asymmetric, **asdict(found)})
+        )
+    else:
+        before, after = (count / 1e9 for count in (found.bytes_before, found.bytes_after))
+        typer.echo(
+            f"wrote {options.out}: {found.matrices} matrices as {options.storage}, {before:.2f} GB to {after:.2f} GB "
+            f"in {found.seconds:.1f} s; the error is {found.relative_error:.2%} of the weights"
+        )
 
 
 @dataclass(frozen=True)

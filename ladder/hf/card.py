@@ -73,6 +73,23 @@ def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: b
     return _card(text, "fit", folder, family, source)
 
 
+def quantized_card(source: str, folder: str, family: str, wiring: Wiring, storage: str, error: float) -> str:
+    """For a model whose matrices were quantized; `storage`: how they are stored, `error`: of all of them together."""
+    text = f"""The weights of `{source}`, quantized by rounding to the nearest code: {storage}. The wiring:
+
+    {wiring}
+
+The matrices of layers are quantized, with an error of {error:.2%} of their root mean square. All other tensors are
+unchanged. Measure it before use:
+
+    ladder eval {source} {folder} --text book.txt --source {source}
+
+The weights are stored as compressed-tensors, which must be installed to read them.
+
+{_loading(folder, family, wiring, True)}"""
+    return _card(text, "quantize", folder, family, source)
+
+
 def side_card(source: str, out: Path, family: str, wiring: Wiring, start: Path | None = None) -> str:
     """For a network beside `source`, or beside `start`, which was made from it."""
     backbone = start or source

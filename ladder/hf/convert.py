@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -69,17 +69,13 @@ def _convert(
     files = sorted(set(weight_files(source).values()))
     if source / SINGLE not in files:
         files.append(source / INDEX)
-    beside = [
-        file
-        for file in sorted(source.iterdir())
-        if file.is_file() and file not in files and any(fnmatch(file.name, known) for known in BESIDE)
-    ]
-    total = sum(file.stat().st_size for file in [*files, *beside])
-    if not move and (free := shutil.disk_usage(writable(out)).free) < total:
-        raise LadderError(f"{out} needs {total / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left")
+    others = beside(source, files)
+    total = sum(file.stat().st_size for file in [*files, *others])
+    if not move:
+        check_space(out, total)
     with new_folder(out) as folder:
         done = 0
-        for file in [*beside, *files]:
+        for file in [*others, *files]:
             if move:
                 file.rename(folder / file.name)
                 done += (folder / file.name).stat().st_size
@@ -99,6 +95,18 @@ def _convert(
             out.rmdir()  # empty, as was seen
         folder.rename(out)
     return wiring
+
+
+def beside(source: Path, weights: Collection[Path]) -> list[Path]:
+    """The files that belong to a checkpoint besides its weights, its config.json and its card."""
+    files = (file for file in sorted(source.iterdir()) if file.is_file() and file not in weights)
+    return [file for file in files if any(fnmatch(file.name, known) for known in BESIDE)]
+
+
+def check_space(out: Path, total: int) -> None:
+    """Refuse what does not fit onto the disk."""
+    if (free := shutil.disk_usage(writable(out)).free) < total:
+        raise LadderError(f"{out} needs {total / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left")
 
 
 def _copy(old: Path, new: Path) -> Iterator[int]:

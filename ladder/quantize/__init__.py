@@ -1,0 +1,1 @@
+"""Dense checkpoints to quantized ones: `ladder quantize`."""

@@ -1,0 +1,46 @@
+"""Options of `ladder quantize`. The command line is generated from this class."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ladder.config.quantization import GROUPS, Storage
+from ladder.errors import LadderError, check_known
+from ladder.options import argument, check_types, option, required
+
+BLOCK = 128  # outputs and inputs of a block of fp8-block
+# by their names here; int4 is in groups
+FORMATS = {
+    "fp8": Storage("fp8", "compressed"),
+    "fp8-block": Storage("fp8", "compressed", group=BLOCK, rows=BLOCK),
+    "int8": Storage("int8", "compressed"),
+    "int4": Storage("int4", "compressed"),
+}
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What is quantized, and to which format."""
+
+    model: Path = argument("Directory of a checkpoint, of any wiring.")
+    out: Path = argument("New folder for the quantized checkpoint.")
+    format: str = required("fp8 and int8 (a scale for each output), fp8-block (for each 128 x 128 weights) or int4.")
+    group: int | None = option(
+        None, "Of int4: inputs that share a scale, 32, 64 or 128; 0: all of an output; default: 128."
+    )
+    asymmetric: bool = option(False, "Of int4: each group has a zero point, too.")
+    json: bool = option(False, "One JSON line with sizes, time and error instead of the text.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_known("format", self.format, FORMATS)
+        for name in ("group", "asymmetric"):
+            if self.format != "int4" and getattr(self, name) not in (None, False):
+                raise LadderError(f"--{name} is for int4, not for {self.format}")
+        if self.group not in (None, 0, *GROUPS):
+            raise LadderError(f"--group must be {', '.join(map(str, GROUPS))}, or 0 for all inputs, not {self.group}")
+
+    @property
+    def storage(self) -> Storage:
+        if self.format != "int4":
+            return FORMATS[self.format]
+        return Storage("int4", "compressed", GROUPS[-1] if self.group is None else self.group, zero=self.asymmetric)

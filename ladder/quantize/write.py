@@ -1,0 +1,159 @@
+"""ladder quantize: a checkpoint whose matrices are quantized, written without loading the model.
+
+Matrices of layers are read some rows at a time, rounded and written; other tensors (embedding, head, norms, routers,
+biases) are copied. Everything is checked before the first byte is written, and the folder appears when it is complete.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import sqrt
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ladder.checkpoint import TYPES, Directory
+from ladder.config.fields import read_config
+from ladder.config.quantization import GROUPS, Quantization, Storage
+from ladder.errors import LadderError
+from ladder.files import check_new, new_folder, write_json, write_text
+from ladder.hf.card import quantized_card
+from ladder.hf.convert import BUFFER, beside, check_space
+from ladder.layers.quantized import Quantized
+from ladder.model import Decoder
+from ladder.progress import Progress
+from ladder.quantize.options import FORMATS, QuantizeOptions
+from ladder.quantize.packing import WORD, packed, planned, settings
+from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
+from ladder.quantize.tensors import Entry, Output, Spec, entries
+
+ROWS = 128  # rows that are rounded together are a multiple of this: whole blocks, and whole words of zero points
+AT_A_TIME = 1 << 20  # weights, about
+IN_TRANSFORMERS = ("fp8", "int4")  # formats of experts that it reads, without zero points
+# a matrix's name, where the rows begin, and the rows -> their codes
+Rounder = Callable[[str, int, Tensor], Rounded]
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What was written, from what."""
+
+    wiring: str
+    matrices: int
+    bytes_before: int  # of all tensors
+    bytes_after: int
+    seconds: float
+    relative_error: float  # of all quantized weights together: root mean square of the error over that of the weights
+
+
+def quantize(
+    options: QuantizeOptions, progress: Progress | None = None, rounder: Rounder | None = None
+) -> QuantizeResult:
+    """Write `options.out`, or refuse, and leave nothing behind. `rounder`: what rounds, if not to the nearest code."""
+    begun, out, storage = perf_counter(), options.out.resolve(), options.storage
+    check_new(out)
+    raw = read_config(options.model)
+    if raw.get("quantization_config"):
+        raise LadderError(f"{options.model} is quantized already: name the checkpoint it was made from")
+    source = Directory(options.model)
+    config, matrices = source.config, _matrices(source, options)
+    tensors = entries(source)
+    plan: dict[str, Spec] = {}
+    for name, entry in tensors.items():
+        if name in matrices:
+            parts = planned(entry.shape, TYPES[entry.kind], storage)
+            plan |= {f"{name.removesuffix('weight')}{end}": part for end, part in parts.items()}
+        else:
+            plan[name] = entry
+    others = beside(options.model, source.files.values())
+    before, after = (sum(each.size for each in found.values()) for found in (tensors, plan))
+    check_space(out, after + sum(file.stat().st_size for file in others))
+    error, done = _Error(), 0
+    with new_folder(out) as folder:
+        with Output(folder, plan) as output:
+            for name, entry in tensors.items():
+                if name in matrices:
+                    _quantize(name, entry, storage, output, rounder, error)
+                else:
+                    for piece in entry.pieces(BUFFER):
+                        output.write(name, piece)
+                done += entry.size
+                if progress is not None:
+                    progress(done, before, "quantizing")
+        for file in others:
+            shutil.copyfile(file, folder / file.name)
+        ignore = sorted({"lm_head", config.names.head})  # transformers gives all heads one name
+        if config.experts is not None:
+            ignore.append(rf"re:.*\.{re.escape(config.names.router)}$")
+        plain = {key: value for key, value in raw.items() if key != "auto_map"}  # its code is not copied
+        write_json(folder / "config.json", {**plain, "quantization_config": settings(storage, ignore)})
+        card = quantized_card(
+            options.model.resolve().name, out.name, config.family, config.wiring, str(storage), error.relative
+        )
+        write_text(folder / "README.md", card)
+        if out.exists():
+            out.rmdir()  # empty, as was seen
+        folder.rename(out)
+    seconds = perf_counter() - begun
+    return QuantizeResult(str(config.wiring), len(matrices), before, after, seconds, error.relative)
+
+
+def _matrices(source: Directory, options: QuantizeOptions) -> set[str]:
+    """The names of the tensors that are quantized: the matrices of layers. Refuses what cannot be."""
+    config, storage = source.config, options.storage
+    if config.names.transposed:
+        raise LadderError(
+            f"{options.model}: the matrices of {config.family} are stored transposed, and cannot be quantized"
+        )
+    if config.experts is not None and (options.format not in IN_TRANSFORMERS or storage.zero):
+        raise LadderError(
+            f"{options.model} has experts, of which transformers reads no {options.format}"
+            f"{' with zero points' * storage.zero}: choose {' or '.join(IN_TRANSFORMERS)}"
+        )
+    source.check(Decoder(config, device="meta").shards())
+    form = replace(config, weights=Quantization(((("Linear",), FORMATS["int8"]),), (config.names.head,)))
+    modules = (each for each in Decoder(form, device="meta").modules() if isinstance(each, Quantized))
+    shapes = {piece.name: piece.shape for module in modules for piece in module.pieces}
+    widths = {inputs for _, inputs in shapes.values()}
+    for name, (_, inputs) in shapes.items() if storage.kind == "int4" else ():
+        if inputs % storage.unit:
+            work = [group for group in GROUPS if not any(width % group for width in widths)]
+            work += [0] * (not any(width % WORD for width in widths))
+            hint = f"--group {' or '.join(map(str, work))} works" if work else "choose another format"
+            shared = f"groups of {storage.group}" if storage.group else f"words of {WORD}"
+            raise LadderError(f"{name} has {inputs} inputs, which {shared} do not divide: {hint}")
+    return {f"{name}.weight" for name in shapes}
+
+
+def _quantize(
+    name: str, entry: Entry, storage: Storage, output: Output, rounder: Rounder | None, error: "_Error"
+) -> None:
+    module, first = name.removesuffix(".weight"), 0
+    for weight in entry.rows(max(1, AT_A_TIME // entry.shape[1] // ROWS) * ROWS):
+        rounded = round_to_nearest(weight, storage) if rounder is None else rounder(module, first, weight)
+        if not bool(rounded.scales.isfinite().all()):
+            raise LadderError(f"the tensor {name!r} holds values that are not finite (NaN or infinity)")
+        error.add(weight, rounded, storage)
+        for end, part in packed(rounded, storage).items():
+            output.write(f"{module}.{end}", part)
+        first += len(weight)
+    if storage.kind == "int4":
+        output.write(f"{module}.weight_shape", torch.tensor(entry.shape))
+
+
+class _Error:
+    """The error of all weights so far."""
+
+    def __init__(self) -> None:
+        self._wrong, self._all = 0.0, 0.0
+
+    def add(self, weight: Tensor, rounded: Rounded, storage: Storage) -> None:
+        exact = weight.float()
+        self._wrong += float(torch.linalg.vector_norm(dequantized(rounded, storage, torch.float32) - exact)) ** 2
+        self._all += float(torch.linalg.vector_norm(exact)) ** 2
+
+    @property
+    def relative(self) -> float:
+        return sqrt(self._wrong / self._all) if self._all else 0.0
