@@ -1,20 +1,13 @@
 """Options of `ladder quantize`. The command line is generated from this class."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ladder.config.quantization import GROUPS, Storage
+from ladder.config.quantization import GROUPS, NAMED, Storage
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_types, option, required
 
-BLOCK = 128  # outputs and inputs of a block of fp8-block
-# by their names here; int4 is in groups
-FORMATS = {
-    "fp8": Storage("fp8", "compressed"),
-    "fp8-block": Storage("fp8", "compressed", group=BLOCK, rows=BLOCK),
-    "int8": Storage("int8", "compressed"),
-    "int4": Storage("int4", "compressed"),
-}
+FORMATS = {name: NAMED[name] for name in ("fp8", "fp8-block", "int8", "int4")}
 
 
 @dataclass(frozen=True)
@@ -41,6 +34,5 @@ class QuantizeOptions:
 
     @property
     def storage(self) -> Storage:
-        if self.format != "int4":
-            return FORMATS[self.format]
-        return Storage("int4", "compressed", GROUPS[-1] if self.group is None else self.group, zero=self.asymmetric)
+        found = FORMATS[self.format]
+        return replace(found, group=found.group if self.group is None else self.group, zero=self.asymmetric)
