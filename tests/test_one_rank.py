@@ -318,6 +318,9 @@ def test_blocks_of_attention_fit_into_shared_memory() -> None:
         (Shape("row", 4, 64, 1024), SmallGemm(64, 128, 4, 5, 4, 0)),
         (Shape("qkv", 4, 64, 1024), SmallGemm(64, 128, 8, 5, 4, 256)),
         (Shape("qkv", 4, 64, 1020), SmallGemm(64, 128, 8, 5, 4, 0)),
+        (Shape("qkv", 4, 64, 1024, bits=4, group=128), SmallGemm(64, 128, 4, 5, 4, 128)),
+        (Shape("qkv", 4, 64, 1024, bits=4, group=128), SmallGemm(64, 128, 16, 5, 4, 0)),
+        (Shape("qkv", 4, 64, 1024, bits=4, group=128), SmallGemm(64, 16, 4, 5, 4, 0)),
         (Shape("attend", 1, 1, 64), None),
         (Shape("row", 1, 8, 16), Split(4, 64, 4, 3, 1)),
         (Shape("nonsense", 1, 8, 16), None),
@@ -342,6 +345,7 @@ def test_the_shipped_table_is_sound() -> None:
         (("llama-3-70b", 8, (65,)), "batch must be from 1 to 64"),
         (("llama-3-70b", 8, ()), "batch must be from 1 to 64"),
         (("llama-3-70b", 8, (1,), 3), "lanes must be 1 or 2, not 3"),
+        (("llama-3-70b", 8, (1,), 1, "int5"), "unknown format of weights 'int5'"),
     ],
 )
 def test_tuning_refuses(tmp_path: Path, arguments: Any, message: str) -> None:

@@ -19,6 +19,7 @@ from ladder.comm.base import Solo
 from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
+from ladder.config.quantization import named_format
 from ladder.devices import device as find_device
 from ladder.engine.forward import Schedule
 from ladder.errors import LadderError
@@ -46,14 +47,14 @@ class RecordingTable(Table):
 
 
 def tune(
-    size: str, tp: int, batches: tuple[int, ...], device: torch.device, lanes: int = 1
+    size: str, tp: int, batches: tuple[int, ...], device: torch.device, lanes: int = 1, weights: str = "bf16"
 ) -> Iterator[dict[str, Any]]:
     """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest; on two
     lanes also where its all-reduces set flags.
 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
-    case = Case(size, tp, layers=LAYERS)
+    case = Case(size, tp, layers=LAYERS, weights=weights)
     model = random_model(case, OneRank(tp) if tp > 1 else Solo(), device)
     links = (None, LINKS[LINK]) if lanes > 1 and tp > 1 else (None,)
     for batch, link in product(batches, links):
@@ -89,12 +90,16 @@ def tune(
                     best, kept[shape] = found, config
             table.rows[shape] = kept[shape]
         found_for = {"tuned": size, "tp": tp, "batch": batch, "lanes": lanes, "flags": bool(link), "layers": LAYERS}
+        found_for["weights"] = weights
         yield {**found_for, "ms_before": before, "ms": best, "chip": chip}
         yield from Table(chip, kept).lines()
 
 
-def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 1) -> Iterator[dict[str, Any]]:
+def tuned(
+    out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 1, weights: str = "bf16"
+) -> Iterator[dict[str, Any]]:
     """Tune, and write `out`: its lines, with what was found instead of its lines of the same shapes."""
+    named_format(weights)
     ModelConfig.named(size).check_degree(tp)
     if not batches or not all(1 <= batch <= MOST for batch in batches):
         raise LadderError(f"batch must be from 1 to {MOST}")
@@ -110,7 +115,7 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     table = {_shape(json.loads(line)): line for line in lines}
     with torch.inference_mode():
-        for found in tune(size, tp, batches, device, lanes):
+        for found in tune(size, tp, batches, device, lanes, weights):
             if "config" in found:
                 table[_shape(found)] = json.dumps(found)
             else:
@@ -119,6 +124,6 @@ def tuned(out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 
 
 
 def _shape(line: dict[str, Any]) -> str:
-    shape = {"lanes": 1, "flags": False, **line}  # which older tables do not name
+    shape = {"lanes": 1, "flags": False, "bits": 0, "group": 0, **line}  # which older tables do not name
     del shape["config"]
     return json.dumps(shape, sort_keys=True)

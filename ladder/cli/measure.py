@@ -82,6 +82,7 @@ class TuneOptions:
     tp: int = option(8, "Number of ranks that share it.")
     batch: tuple[int, ...] = option((1, 4, 16, 64), "Sequences at a time, up to 64 (may be given several times).")
     lanes: int = option(1, "Lanes that kernels run on at the same time: 1 or 2.")
+    weights: str = option("bf16", "The format of the layers' matrices, as in `ladder plan --weights`.")
 
 
 @verb(TuneOptions)
@@ -89,7 +90,7 @@ def tune(options: TuneOptions) -> None:
     """Find the configurations of our kernels that suit this GPU, for one rank of a model."""
     from ladder.bench.tune import tuned
 
-    for line in tuned(options.out, options.size, options.tp, options.batch, options.lanes):
+    for line in tuned(options.out, options.size, options.tp, options.batch, options.lanes, options.weights):
         typer.echo(json.dumps(line))
 
 

@@ -175,6 +175,9 @@ def sound(shape: Shape, config: Config) -> bool:
                 config.rows >= 16 * (1 + shape.pair) and config.depth >= 16 and config.stages >= 2 and config.warps >= 1
             )
             divided = config.splits >= 1 and shape.inputs % config.splits == 0
+            if shape.bits:  # no tile has inputs of two groups; halves of 4 bits are 16 inputs apart; nothing is early
+                fits = fits and config.depth >= 32 and config.early == 0
+                divided = divided and shape.inputs // config.splits % (shape.group or 32) == 0
             early = divided and (config.early == 0 or 16 <= config.early <= shape.inputs // config.splits)
             return fits and early and shape.kernel != "attend" and (config.splits == 1 or shape.splittable)
 
