@@ -1,0 +1,126 @@
+"""A model over a text, layer by layer: what its sub-blocks read, and what they add to the stream."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ladder.hf.families import Branch
+from ladder.hf.layer import StreamState, WiredLayer, output_projection
+
+
+def layer_calls(
+    model: Any, layers: Sequence[Any], batches: Sequence[Tensor]
+) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """Each layer's arguments besides the stream, the same for every batch; each batch's embedding."""
+    calls: list[dict[str, Any]] = []
+    streams: list[Tensor] = []
+
+    def call(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append(named)
+
+    def begin(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        streams.append(arguments[0])
+        raise _Stop
+
+    for hooks, some in ((dict.fromkeys(layers, call), batches[:1]), ({layers[0]: begin}, batches)):
+        handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in hooks.items()]
+        try:
+            for ids in some:
+                _until(partial(model, input_ids=ids.to(model.device), use_cache=False))
+        finally:
+            for handle in handles:
+                handle.remove()
+    return calls, streams
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of a layer's pass: what a block `reads`, the input that its output projection `holds`, and what that `adds`."""
+
+    at: dict[tuple[str, str], Tensor]
+    end: Any  # what the layer returned; None: the pass was stopped before
+
+    def added(self, branch: Branch, attention: Branch) -> Tensor:
+        """To the stream, up to this sub-block, included."""
+        added = widened(self.at[attention.block, "adds"])
+        return added if branch is attention else added + widened(self.at[branch.block, "adds"])
+
+
+class _Stop(Exception):
+    """The rest of a pass is not needed."""
+
+
+def record(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str] | None = None) -> Activations:
+    at: dict[tuple[str, str], Tensor] = {}
+
+    def keep(block: str, what: str, value: Tensor) -> None:
+        at[block, what] = value
+        if until == (block, what):
+            raise _Stop
+
+    handles = []
+    for branch in (layer.spec.layout.attention, layer.spec.layout.mlp):
+        name = branch.block
+
+        def reads(block: nn.Module, arguments: Any, named: dict[str, Any], name: str = name) -> None:
+            keep(name, "reads", arguments[0] if arguments else named["hidden_states"])
+
+        def adds(out: nn.Module, arguments: Any, y: Tensor, name: str = name) -> None:
+            if until is not None:  # not needed of the original, and large
+                at[name, "holds"] = arguments[0]
+            keep(name, "adds", y)
+
+        handles.append(layer.get_submodule(name).register_forward_pre_hook(reads, with_kwargs=True))
+        if (out := projection(layer, branch)) is not None:
+            handles.append(out.register_forward_hook(adds))
+    try:
+        end = _until(partial(run_layer, layer, stream, call))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Activations(at, end)
+
+
+def inputs_of(module: nn.Module, layer: Any, stream: Any, call: dict[str, Any]) -> Tensor:
+    """What a module inside the layer gets; the pass ends there."""
+    found: list[Tensor] = []
+
+    def stop(module: nn.Module, arguments: Any) -> None:
+        found.append(arguments[0])
+        raise _Stop
+
+    handle = module.register_forward_pre_hook(stop)
+    try:
+        _until(partial(run_layer, layer, stream, call))
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def _until(pass_: Callable[[], Any]) -> Any:
+    try:
+        return pass_()
+    except _Stop:
+        return None
+
+
+def run_layer(layer: Any, stream: Any, call: dict[str, Any]) -> Any:
+    found = layer(stream, **call)
+    return found[0] if layer.spec.layout.returns_weights else found
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def whole_stream(output: Any) -> Tensor:
+    return output.stream if isinstance(output, StreamState) else output
+
+
+def projection(layer: WiredLayer, branch: Branch) -> Any:
+    """The projection back to the stream, if nothing but a factor follows it."""
+    return None if branch.out is None else output_projection(layer, branch)
