@@ -11,7 +11,7 @@ from rich.console import Console
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
 from ladder.errors import LadderError
 from ladder.options import argument, option
-from ladder.quantize.options import QuantizeOptions
+from ladder.quantize.options import CalibrationOptions, QuantizeOptions
 
 if TYPE_CHECKING:
     from ladder.hf.evaluate import Arm
@@ -39,13 +39,18 @@ def convert(options: ConvertOptions) -> None:
         typer.echo("Its weights were trained under another wiring: adapt them before use.")
 
 
-@verb(QuantizeOptions)
-def quantize(options: QuantizeOptions) -> None:
+@verb(QuantizeOptions, CalibrationOptions)
+def quantize(options: QuantizeOptions, calibration: CalibrationOptions) -> None:
     """Quantize a checkpoint's matrices to 8 or 4 bits, of any wiring; embedding and head stay as they are."""
     from ladder.quantize.write import quantize
 
+    rounder = None
+    if calibration.calibrate is not None:
+        from ladder.quantize.calibrate import Calibration
+
+        rounder = Calibration(options, calibration)
     with bytes_bar("quantizing") as progress:
-        found = quantize(options, progress)
+        found = quantize(options, progress, rounder, calibration.wiring)
     if options.json:
         given = {"model": str(options.model), "out": str(options.out), "format": options.format}
         typer.echo(

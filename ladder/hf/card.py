@@ -73,9 +73,9 @@ def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: b
     return _card(text, "fit", folder, family, source)
 
 
-def quantized_card(source: str, folder: str, family: str, wiring: Wiring, storage: str, error: float) -> str:
+def quantized_card(source: str, folder: str, family: str, wiring: Wiring, storage: str, error: float, how: str) -> str:
     """For a model whose matrices were quantized; `storage`: how they are stored, `error`: of all of them together."""
-    text = f"""The weights of `{source}`, quantized by rounding to the nearest code: {storage}. The wiring:
+    text = f"""The weights of `{source}`, quantized by {how}: {storage}. The wiring:
 
     {wiring}
 

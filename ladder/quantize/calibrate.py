@@ -13,21 +13,98 @@ for W0 x. Experts are not linear layers of transformers, and are left out.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from ladder.config.quantization import DENSE, Storage
+from ladder.data.texts import tokenize
+from ladder.devices import device_type
+from ladder.files import check_new
 from ladder.hf import rewire
 from ladder.hf.families import Branch
+from ladder.hf.load import pretrained, quiet
 from ladder.hf.wire import layers_of
 from ladder.progress import Progress
 from ladder.quantize.gptq import gptq
-from ladder.quantize.rounding import Rounded, dequantized
+from ladder.quantize.options import CalibrationOptions, QuantizeOptions
+from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
 from ladder.scan.activations import Activations, inputs_of, layer_calls, projection, record, run_layer, widened
+from ladder.scan.checkpoints import read_original, read_tokenizer, refuse_local
+from ladder.scan.fit import computing_dtype, data_sequences, enough_memory, tokens_for
 from ladder.scan.solve import RIDGE, NormalEquations, adding_equations, reading_equations
 from ladder.wiring import Wiring
+
+
+class Calibration:
+    """Rounds the matrices of a checkpoint as `calibrated` does, in the order of layers; experts to the nearest code.
+
+    Made when all input has been checked. The model is loaded when the first matrix is asked for.
+    """
+
+    def __init__(self, options: QuantizeOptions, calibration: CalibrationOptions) -> None:
+        assert calibration.calibrate is not None
+        check_new(options.out.resolve())
+        self._options, self._calibration = options, calibration
+        self._device, name = device_type(calibration.device), str(options.model)
+        with quiet():
+            self._config, wiring = read_original(name, calibration.wiring, calibration.seq_len)
+            refuse_local(wiring)
+            self._wiring = None if calibration.wiring is None else wiring
+            self._sequences = self._read(name, calibration.calibrate)
+        self._results: Iterator[tuple[str, Rounded]] | None = None
+        self._waiting: dict[str, Rounded] = {}
+        self._linear: set[str] = set()
+
+    def _read(self, name: str, text: Path) -> Tensor:
+        """[n, length] tokens of a folder of shards or of a file."""
+        calibration, wanted = self._calibration, self._calibration.tokens or tokens_for(self._config)
+        with TemporaryDirectory() as folder:
+            if not text.is_dir():
+                text = tokenize([text], Path(folder) / text.name, name).folder
+            read_tokenizer(name, self._config, text)
+            return data_sequences(text, calibration.seq_len, calibration.batch, wanted)[0]
+
+    def __str__(self) -> str:
+        return f"GPTQ on {self._sequences.numel()} tokens of text"
+
+    def __call__(self, name: str, first: int, weight: Tensor) -> Rounded:
+        """Rows of the matrix `name`, which are `weight` in the checkpoint."""
+        storage = self._options.storage
+        with quiet(), enough_memory(f"{self._options.model}", self._sequences):
+            if self._results is None:
+                self._results = self._calibrated()
+            if name not in self._linear:
+                return round_to_nearest(weight, storage)
+            while name not in self._waiting:
+                found, rounded = next(self._results)
+                self._waiting[found] = rounded
+        whole, last = self._waiting[name], first + len(weight)
+        if last == len(whole.codes):
+            del self._waiting[name]
+        units = slice(first // storage.rows, -(-last // storage.rows))
+        zeros = None if whole.zeros is None else whole.zeros[first:last]
+        return Rounded(whole.codes[first:last], whole.scales[units].to(weight.dtype), zeros)
+
+    def _calibrated(self) -> Iterator[tuple[str, Rounded]]:
+        calibration, storage = self._calibration, self._options.storage
+        dtype = computing_dtype(calibration.dtype, self._device)
+        model = pretrained(AutoModelForCausalLM, str(self._options.model), dtype=dtype).to(self._device)
+        layers = {module for layer in layers_of(model) for module in layer.modules() if isinstance(module, nn.Linear)}
+        self._linear |= {name for name, module in model.named_modules() if module in layers}
+        return calibrated(
+            model,
+            lambda name: storage if name in self._linear else DENSE,
+            self._sequences,
+            self._wiring,
+            dtype=self._config.dtype or torch.float32,
+            ridge=calibration.ridge,
+            batch=calibration.batch,
+        )
 
 
 @torch.no_grad()
@@ -66,7 +143,7 @@ def calibrated(
                 kind = dtype or each.weight.dtype
                 rounded = gptq(weight, square, stored[each], kind)
                 each.weight.copy_(dequantized(rounded, stored[each], kind))
-                yield names[each], rounded
+                yield names[each], rounded.to("cpu")
         theirs = [goal.end for goal in wanted]
         ours = [run_layer(layer, state, call) for state in ours]
         if progress is not None:

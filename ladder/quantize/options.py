@@ -1,11 +1,11 @@
-"""Options of `ladder quantize`. The command line is generated from this class."""
+"""Options of `ladder quantize`. The command line is generated from these classes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ladder.config.quantization import GROUPS, NAMED, Storage
 from ladder.errors import LadderError, check_known
-from ladder.options import argument, check_types, option, required
+from ladder.options import argument, check_least, check_types, option, required
 
 FORMATS = {name: NAMED[name] for name in ("fp8", "fp8-block", "int8", "int4")}
 
@@ -36,3 +36,35 @@ class QuantizeOptions:
     def storage(self) -> Storage:
         found = FORMATS[self.format]
         return replace(found, group=found.group if self.group is None else self.group, zero=self.asymmetric)
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """On which text the error is minimized, if on any."""
+
+    calibrate: Path | None = option(
+        None, "Minimize the error on this text (GPTQ): a file as `ladder data` takes them, or a folder of token shards."
+    )
+    wiring: str | None = option(
+        None, "With --calibrate: give the model, which is standard, this wiring, and fit it to both in one go."
+    )
+    tokens: int | None = option(
+        None, "Tokens to calibrate on, spread over the text; default: 64 for each input of the widest projection."
+    )
+    seq_len: int = option(1024, "Tokens of a sequence.")
+    batch: int = option(8, "Sequences at a time.")
+    ridge: float = option(0.01, "Ridge regression: how strongly weights are kept near the original's.")
+    dtype: str = option(
+        "auto", "dtype of the computation: auto (the checkpoint's, on a CPU float32), bfloat16 or float32."
+    )
+    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda.")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_least(self, seq_len=2, batch=1, tokens=1)
+        if not 1e-6 <= self.ridge <= 1e3:
+            raise LadderError(f"ridge must be from 1e-06 to 1000, not {self.ridge}")
+        check_known("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        for name in ("wiring", "tokens"):
+            if self.calibrate is None and getattr(self, name) is not None:
+                raise LadderError(f"--{name} needs a text: give --calibrate")

@@ -24,6 +24,10 @@ class Rounded:
     scales: Tensor  # [outputs, groups], or [blocks of outputs, groups]; in the dtype that is written
     zeros: Tensor | None = None  # uint8 [outputs, groups], of asymmetric int4; without them the zero of int4 is 8
 
+    def to(self, device: str) -> "Rounded":
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return Rounded(self.codes.to(device), self.scales.to(device), zeros)
+
 
 def scales_of(weight: Tensor, storage: Storage, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Scales, in the weight's dtype unless told, and zeros: the least and the largest weight are within the codes."""

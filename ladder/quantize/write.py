@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ladder.checkpoint import TYPES, Directory
 from ladder.config.fields import read_config
+from ladder.config.lock import locked
 from ladder.config.quantization import GROUPS, Quantization, Storage
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, write_json, write_text
 from ladder.hf.card import quantized_card
-from ladder.hf.convert import BUFFER, beside, check_space
+from ladder.hf.convert import BUFFER, beside, check_space, rewired
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.progress import Progress
@@ -49,9 +50,14 @@ class QuantizeResult:
 
 
 def quantize(
-    options: QuantizeOptions, progress: Progress | None = None, rounder: Rounder | None = None
+    options: QuantizeOptions,
+    progress: Progress | None = None,
+    rounder: Rounder | None = None,
+    pattern: str | None = None,
 ) -> QuantizeResult:
-    """Write `options.out`, or refuse, and leave nothing behind. `rounder`: what rounds, if not to the nearest code."""
+    """Write `options.out`, or refuse, and leave nothing behind. `rounder`: what rounds, if not to the nearest code: it
+    gets the matrices in the order of the layers. `pattern`: the wiring that its result is for, if not the model's.
+    """
     begun, out, storage = perf_counter(), options.out.resolve(), options.storage
     check_new(out)
     raw = read_config(options.model)
@@ -59,6 +65,10 @@ def quantize(
         raise LadderError(f"{options.model} is quantized already: name the checkpoint it was made from")
     source = Directory(options.model)
     config, matrices = source.config, _matrices(source, options)
+    wiring, plain = config.wiring, {key: value for key, value in raw.items() if key != "auto_map"}  # no code is copied
+    if pattern is not None:
+        plain, wiring = rewired(raw, pattern)
+        plain = plain if wiring.is_standard else locked(plain)
     tensors = entries(source)
     plan: dict[str, Spec] = {}
     for name, entry in tensors.items():
@@ -73,7 +83,7 @@ def quantize(
     error, done = _Error(), 0
     with new_folder(out) as folder:
         with Output(folder, plan) as output:
-            for name, entry in tensors.items():
+            for name, entry in sorted(tensors.items(), key=_place) if rounder is not None else tensors.items():
                 if name in matrices:
                     _quantize(name, entry, storage, output, rounder, error)
                 else:
@@ -87,17 +97,22 @@ def quantize(
         ignore = sorted({"lm_head", config.names.head})  # transformers gives all heads one name
         if config.experts is not None:
             ignore.append(rf"re:.*\.{re.escape(config.names.router)}$")
-        plain = {key: value for key, value in raw.items() if key != "auto_map"}  # its code is not copied
         write_json(folder / "config.json", {**plain, "quantization_config": settings(storage, ignore)})
+        how = "rounding to the nearest code" if rounder is None else str(rounder)
         card = quantized_card(
-            options.model.resolve().name, out.name, config.family, config.wiring, str(storage), error.relative
+            options.model.resolve().name, out.name, config.family, wiring, str(storage), error.relative, how
         )
         write_text(folder / "README.md", card)
         if out.exists():
             out.rmdir()  # empty, as was seen
         folder.rename(out)
     seconds = perf_counter() - begun
-    return QuantizeResult(str(config.wiring), len(matrices), before, after, seconds, error.relative)
+    return QuantizeResult(str(wiring), len(matrices), before, after, seconds, error.relative)
+
+
+def _place(named: tuple[str, Entry]) -> list[tuple[int, str]]:
+    """Layer 10 comes behind layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in named[0].split(".")]
 
 
 def _matrices(source: Directory, options: QuantizeOptions) -> set[str]:

@@ -19,14 +19,18 @@ _SAME = ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_at
 _SAME += ["head_dim", "intermediate_size", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"]
 
 
-def read_original(model: str, pattern: str, seq_len: int) -> tuple[Any, Wiring]:
-    """The config of a model that is not rewired yet, and the wiring that it is to have."""
+def read_original(model: str, pattern: str | None, seq_len: int) -> tuple[Any, Wiring]:
+    """The config of a model that is not rewired yet, and the wiring that it is to have. Without a pattern the model may
+    be wired, and keeps its wiring.
+    """
     config = pretrained(AutoConfig, model)
     layout_of(config.model_type)
     refuse_settings(config)
-    wiring = Wiring.parse(pattern, config.num_hidden_layers)
-    if not wiring_of(vars(config), config.num_hidden_layers).is_standard:
-        raise LadderError(f"{model} is wired already: name its original")
+    wiring = wiring_of(vars(config), config.num_hidden_layers)
+    if pattern is not None:
+        if not wiring.is_standard:
+            raise LadderError(f"{model} is wired already: name its original")
+        wiring = Wiring.parse(pattern, config.num_hidden_layers)
     context = getattr(config, "max_position_embeddings", seq_len)
     if seq_len > context:
         raise LadderError(f"--seq-len {seq_len} is more than the model's context of {context}: give a smaller one")
@@ -37,6 +41,14 @@ def refuse_quantized(model: str, config: Any, instead: str) -> None:
     """Refuse to change weights that are quantized."""
     if (method := quantizer_of(config)) is not None:
         raise LadderError(f"the weights of {model} are quantized ({method}): {instead}")
+
+
+def refuse_local(wiring: Wiring) -> None:
+    """Refuse to fit what is another model on every rank."""
+    if wiring.local:
+        raise LadderError(
+            f"{str(wiring)!r} leaves partial sums on their ranks, each of which would need weights of its own"
+        )
 
 
 def check_init_from(checkpoint: Path, config: Any, wiring: Wiring, ranks: int) -> None:

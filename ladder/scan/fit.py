@@ -1,7 +1,10 @@
 """ladder fit: a checkpoint under another wiring, its weights by least squares; no training."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from ladder.hf.card import fitted_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance, perplexity
 from ladder.progress import Progress
-from ladder.scan.checkpoints import read_original, read_tokenizer, refuse_quantized, write_model
+from ladder.scan.checkpoints import read_original, read_tokenizer, refuse_local, refuse_quantized, write_model
 from ladder.scan.options import FitOptions
 from ladder.scan.solve import solve
 from ladder.wiring import Wiring
@@ -45,22 +48,13 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
         refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         if wiring.is_standard:
             raise LadderError("the wiring is standard, as the model is: there is nothing to fit")
-        if wiring.local:
-            raise LadderError(
-                f"{str(wiring)!r} leaves partial sums on their ranks, each of which would need weights of its own"
-            )
+        refuse_local(wiring)
         tokenizer = read_tokenizer(options.model, config, options.data)
-        sequences, text = _sequences(options, _widest(config))
+        wanted = options.tokens or tokens_for(config)
+        sequences, text = data_sequences(options.data, options.seq_len, options.batch, wanted)
         with new_folder(out) as folder:
-            try:
+            with enough_memory(f"two copies of {options.model}", sequences):
                 model, found = _fitted(options, wiring, sequences, text, progress)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
-                    raise
-                raise LadderError(
-                    f"two copies of {options.model} and the streams of {sequences.numel()} tokens do not fit into "
-                    "memory: give fewer --tokens, or a smaller --batch"
-                ) from None
             write_model(model, folder)
             tokenizer.save_pretrained(folder)
             kind = config.model_type
@@ -75,13 +69,30 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
     return found
 
 
+@contextmanager
+def enough_memory(what: str, sequences: Tensor) -> Iterator[None]:
+    """One sentence where memory ends."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise LadderError(
+            f"{what} and the streams of {sequences.numel()} tokens do not fit into memory: give fewer --tokens, or a "
+            "smaller --batch"
+        ) from None
+
+
+def computing_dtype(dtype: str, device: str) -> str:
+    """An option's dtype: auto is the checkpoint's, on a CPU float32."""
+    return "auto" if dtype == "auto" and device != "cpu" else dtype.replace("auto", "float32")
+
+
 def _fitted(
     options: FitOptions, wiring: Wiring, sequences: Tensor, text: Tensor, progress: Progress
 ) -> tuple[Any, FitResult]:
     """The model, its weights of the original's dtype, and what was measured."""
-    dtype = (
-        "auto" if options.dtype == "auto" and options.device_type != "cpu" else options.dtype.replace("auto", "float32")
-    )
+    dtype = computing_dtype(options.dtype, options.device_type)
     original = pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device_type)
     own = pretrained(AutoConfig, options.model).dtype or torch.float32
     model = rewire(copy.deepcopy(original), wiring)
@@ -103,24 +114,25 @@ def _fitted(
     return model.to("cpu", own), found
 
 
-def _widest(config: Any) -> int:
-    return int(max(config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size))
+def tokens_for(config: Any) -> int:
+    """How many tokens determine the widest of a model's projections."""
+    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    return PER_INPUT * int(widest)
 
 
-def _sequences(options: FitOptions, widest: int) -> tuple[Tensor, Tensor]:
-    """[n, seq_len] to fit on, n a multiple of a batch, and the text to measure on."""
-    shards = Shards.open(options.data)
-    total = len(Sequences(shards, options.seq_len))
+def data_sequences(data: Path, seq_len: int, batch: int, wanted: int) -> tuple[Tensor, Tensor]:
+    """[n, seq_len] to fit on, about `wanted` tokens, n a multiple of a batch; and the text to measure on."""
+    shards = Shards.open(data)
+    total = len(Sequences(shards, seq_len))
     measured = min(MEASURED, total // 10)
     spare = max(measured, total // 100)  # what ladder adapt evaluates on, if nothing else is named
-    wanted = options.tokens or PER_INPUT * widest
-    most = (total - spare) // options.batch * options.batch
+    most = (total - spare) // batch * batch
     if not most or not measured:
         raise LadderError(
-            f"{options.data} has {shards.tokens} tokens: a batch of {options.batch} sequences of {options.seq_len} and "
-            "a tenth to measure on are needed; give more data, or a smaller --batch or --seq-len"
+            f"{data} has {shards.tokens} tokens: a batch of {batch} sequences of {seq_len} and a tenth to measure on "
+            "are needed; give more data, or a smaller --batch or --seq-len"
         )
-    count = min(most, -(-wanted // (options.batch * options.seq_len)) * options.batch)
-    chosen = EvenSample(Sequences(shards, options.seq_len, limit=most), count)
+    count = min(most, -(-wanted // (batch * seq_len)) * batch)
+    chosen = EvenSample(Sequences(shards, seq_len, limit=most), count)
     sequences = torch.stack([chosen[index]["input_ids"] for index in range(count)])
-    return sequences, shards.read((total - measured) * options.seq_len, measured * options.seq_len)
+    return sequences, shards.read((total - measured) * seq_len, measured * seq_len)
