@@ -98,7 +98,8 @@ def main() -> None:
             line |= {f"kl_to_{source}_stderr": found.kl.stderr, f"agreement_with_{source}": found.agreement.value}
         print(json.dumps({**line, "measured_on": found.kl.n, **machine(torch.device("cpu"))}), flush=True)
 
-    report(rewire(copy.deepcopy(base), wiring), "dense", "none", 0, time.time())
+    dense = sources["dense" if base is not original else "original"]
+    report(dense if wiring is None else rewire(copy.deepcopy(base), wiring), "dense", "none", 0, time.time())
     for name in given.formats:
         for way in given.ways:
             model, begin = copy.deepcopy(base), time.time()
