@@ -43,11 +43,10 @@ def _factor(square: Tensor) -> Tensor:
     """U, in float64."""
     square = square.double()
     lower, bad = torch.linalg.cholesky_ex(square)
-    if not bad:
-        upper, bad = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if bad or not bool(upper.isfinite().all()):
+    found: Tensor = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)[0]
+    if bad or not bool(found.isfinite().all() and (found.diagonal() > 0).all()):
         raise LadderError("the inputs of a matrix leave its rounding undetermined: give more --tokens")
-    return upper
+    return found
 
 
 def _rounded(weight: Tensor, factor: Tensor, square: Tensor, storage: Storage, dtype: torch.dtype) -> Rounded:
@@ -115,8 +114,7 @@ def _error(weight: Tensor, rounded: Rounded, square: Tensor, storage: Storage) -
 def _chosen(first: Tensor, one: Rounded, other: Rounded, storage: Storage) -> Rounded:
     """Unit by unit of the outputs, one of two."""
     rows = first.repeat_interleave(storage.rows or len(one.codes))[: len(one.codes), None]
-    raw = (each.codes.view(torch.uint8) for each in (one, other))
-    codes = torch.where(rows, *raw).view(one.codes.dtype)
+    codes = torch.where(rows, one.codes.view(torch.uint8), other.codes.view(torch.uint8)).view(one.codes.dtype)
     zeros = None if one.zeros is None or other.zeros is None else torch.where(rows, one.zeros, other.zeros)
     return Rounded(codes, torch.where(first[:, None], one.scales, other.scales), zeros)
 
