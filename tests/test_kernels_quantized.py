@@ -11,6 +11,7 @@ from ladder.config import ModelConfig
 from ladder.config.quantization import Storage, named_format
 from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
+from ladder.kernels.dequantize import dequantize
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.launch import References
 from ladder.kernels.norm import add_norm_reference
@@ -127,6 +128,17 @@ def test_small_gemm(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     small_gemm(x, packed, weight.bias, activation, pair, plus, divisor, alpha, out, config, PDL)
     expected = projected(exact(x), exactly(weight), activation, pair, exact(plus), divisor, alpha)
     assert_close(out.double().sum(0), expected, dtype)
+
+
+@formats
+def test_dequantize(storage: Storage, dtype: torch.dtype) -> None:
+    draw = Draw(0, dtype)
+    weight = some_quantized(draw, storage, 50, (storage.group or 32) * 3)
+    packed = weight.packed
+    assert packed is not None
+    with poisoned():
+        found = dequantize(packed, dtype)
+    assert torch.equal(found, weight.dequantized())
 
 
 def test_codes_that_kernels_do_not_read() -> None:

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ladder.errors import LadderError
 from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
 from ladder.kernels.attend import Scratch, attend, attend_reference
+from ladder.kernels.dequantize import dequantize
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
 from ladder.kernels.experts.router import route
@@ -68,6 +70,10 @@ class References:
     def project(self, x: Tensor, weight: Weight, plus: Tensor | None, divisor: int, scale: float) -> Tensor:
         """scale (x W^T + bias) + plus / divisor."""
         return projected(x, weight, None, False, plus, divisor, scale)
+
+    def whole(self, weight: Weight) -> Tensor | None:
+        """The matrix for the library's products; None: they are the weight's own."""
+        return weight.dense
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
         """The experts' partial sum + plus / divisor."""
@@ -162,8 +168,12 @@ class Kernels:
         if dtype is not None and dtype != x.dtype and isinstance(matrix, Tensor) and config is None:  # the head
             return torch.mm(x, matrix.t(), out_dtype=dtype).unsqueeze(0)
         if matrix is None or not isinstance(config, SmallGemm):
-            y = projected(x, weight, None, False, None if activation else plus, divisor, 1.0 if activation else scale)
-            y = y if activation is None else self.activate(y, activation, pair)
+            y = library_product(self, x, weight)
+            if activation is None:
+                y = y if scale == 1 else y * scale
+                y = y if plus is None else y + plus / divisor
+            else:
+                y = self.activate(y, activation, pair)
             return y.to(dtype or y.dtype).unsqueeze(0)
         if config.splits > 1 and activation is not None:
             raise ValueError("a product with an activation cannot be split")
@@ -171,6 +181,11 @@ class Kernels:
         out = x.new_empty(config.splits, len(x), weight.outputs // (1 + pair), dtype=kind)
         small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl)
         return out
+
+    def whole(self, weight: Weight) -> Tensor | None:
+        """A matrix that is quantized is dequantized."""
+        packed = weight.packed if weight.dense is None else None
+        return weight.dense if packed is None else dequantize(packed, weight.dtype)
 
     def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
         batch, (_, kv_heads, d) = qkv.shape[1], keys.shape
@@ -214,6 +229,12 @@ class Kernels:
 
 
 Launch = References | Kernels
+
+
+def library_product(launch: Launch, x: Tensor, weight: Weight) -> Tensor:
+    """x W^T + bias, for any number of rows."""
+    matrix = launch.whole(weight)
+    return weight.multiply(x) if matrix is None else F.linear(x, matrix, weight.bias)
 
 
 def _matrix(weight: Weight) -> Tensor | Packed | None:

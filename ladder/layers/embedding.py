@@ -87,7 +87,7 @@ class Head(VocabularyRows):
             weight = nn.Parameter(torch.empty(0, config.hidden, dtype=dtype), requires_grad=False)
         super().__init__(config.names.head, config, comm, dtype, weight)
         self.divisor, self.cap = config.logit_divisor, config.logit_softcap
-        self.outputs, self.inputs = self.step, config.hidden
+        self.outputs, self.inputs, self.dtype = self.step, config.hidden, dtype
         self.quantized: Quantized | None = None
         if storage != DENSE:
             shape, mine = (config.vocab, config.hidden), slice(self.start, self.start + self.count)
@@ -100,12 +100,6 @@ class Head(VocabularyRows):
 
     def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
         return F.linear(x, self.weight) if self.quantized is None else self.quantized.multiply(x)
-
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        if self.quantized is None:
-            torch.mm(x, self.weight.t(), out=out)
-        else:
-            self.quantized.multiply_into(x, out)
 
     @property
     def dense(self) -> Tensor | None:

@@ -28,11 +28,6 @@ class Dense(StoredWeight):
             return F.linear(x, self.weight, self.bias)
         return F.linear(x, self.weight.unflatten(0, (self.groups, -1))[group])
 
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        torch.mm(x, self.weight.t(), out=out)
-        if self.bias is not None:
-            out.add_(self.bias)
-
     def shards(self) -> Iterator[Shard]:
         for piece in self.pieces:
             here = slice(piece.at, piece.at + piece.rows.stop - piece.rows.start)

@@ -44,7 +44,7 @@ class Quantized(StoredWeight):
         groups: int = 1,
     ) -> None:
         super().__init__(outputs, inputs, bias, dtype, pieces, groups)
-        self.storage, self.dtype = storage, dtype
+        self.storage = storage
         for piece in self.pieces:
             _check_shape(piece, storage)
         four, shared = storage.kind == "int4", -(-inputs // storage.group) if storage.group else 1

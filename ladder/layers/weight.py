@@ -36,13 +36,10 @@ class Weight(Protocol):
 
     outputs: int  # of all groups together
     inputs: int
+    dtype: torch.dtype  # of the model
 
     def multiply(self, x: Tensor, group: int | None = None) -> Tensor:
         """x W^T + b, [..., inputs] -> [..., outputs]; or of one group."""
-        ...
-
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        """`multiply` with its result in `out`."""
         ...
 
     def shards(self) -> Iterator[Shard]: ...
@@ -68,16 +65,13 @@ class StoredWeight(nn.Module, ABC):
         self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype, pieces: Iterable[Piece], groups: int = 1
     ) -> None:
         super().__init__()
-        self.outputs, self.inputs, self.groups = outputs, inputs, groups
+        self.outputs, self.inputs, self.groups, self.dtype = outputs, inputs, groups, dtype
         self.pieces = tuple(pieces)
         added = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False) if bias else None
         self.bias: nn.Parameter | None = added
 
     @abstractmethod
     def multiply(self, x: Tensor, group: int | None = None) -> Tensor: ...
-
-    def multiply_into(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(self.multiply(x))
 
     @abstractmethod
     def shards(self) -> Iterator[Shard]: ...
