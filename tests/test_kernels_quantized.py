@@ -11,10 +11,10 @@ from ladder.config import ModelConfig
 from ladder.config.quantization import Storage, named_format
 from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
-from ladder.kernels.dequantize import dequantize
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.launch import References
 from ladder.kernels.norm import add_norm_reference
+from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.table import Gemv, Shape, SmallGemm, rule, sound
 from ladder.layers.formats import Dense

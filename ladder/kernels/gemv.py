@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.codes import code_arguments, scaled_rows
 from ladder.kernels.device import (
     ACTIVATIONS,
     activated,
@@ -15,6 +14,7 @@ from ladder.kernels.device import (
     wait_for_all,
 )
 from ladder.kernels.norm import norm_arguments
+from ladder.kernels.quantized.codes import code_arguments, scaled_rows
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv
 from ladder.layers.activation import activate

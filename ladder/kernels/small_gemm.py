@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.codes import code_arguments, eight_bits, four_bits, zero_points
 from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
+from ladder.kernels.quantized.codes import code_arguments, eight_bits, four_bits, zero_points
 from ladder.kernels.table import SmallGemm
 from ladder.layers.weight import Packed
 

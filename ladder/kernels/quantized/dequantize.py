@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.codes import code_arguments, eight_bits, four_bits, zero_points
+from ladder.kernels.quantized.codes import code_arguments, eight_bits, four_bits, zero_points
 from ladder.layers.weight import Packed
 
 ROWS, COLUMNS = 4, 1024  # stored numbers of a tile

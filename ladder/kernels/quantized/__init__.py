@@ -1,0 +1,1 @@
+"""Quantized weights: their codes in matrix kernels, and whole matrices of them."""
