@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ladder.config.quantization import GROUPS, NAMED, Storage
 from ladder.errors import LadderError, check_known
-from ladder.options import argument, check_least, check_types, option, required
+from ladder.options import argument, check_types, option, required
+from ladder.scan.options import check_solving
 
 FORMATS = {name: NAMED[name] for name in ("fp8", "fp8-block", "int8", "int4")}
 
@@ -61,10 +62,7 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_least(self, seq_len=2, batch=1, tokens=1)
-        if not 1e-6 <= self.ridge <= 1e3:
-            raise LadderError(f"ridge must be from 1e-06 to 1000, not {self.ridge}")
-        check_known("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        check_solving(self)
         for name in ("wiring", "tokens"):
             if self.calibrate is None and getattr(self, name) is not None:
                 raise LadderError(f"--{name} needs a text: give --calibrate")

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_least, check_types, option
@@ -29,10 +30,7 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_least(self, seq_len=2, batch=1, tokens=1)
-        if not 1e-6 <= self.ridge <= 1e3:
-            raise LadderError(f"ridge must be from 1e-06 to 1000, not {self.ridge}")
-        check_known("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        check_solving(self)
         _ = self.device_type
 
     @property
@@ -40,6 +38,14 @@ class FitOptions:
         from ladder.devices import device_type  # here: it takes torch with it
 
         return device_type(self.device)
+
+
+def check_solving(options: Any) -> None:
+    """Of what is solved by least squares: how many tokens, and how."""
+    check_least(options, seq_len=2, batch=1, tokens=1)
+    if not 1e-6 <= options.ridge <= 1e3:
+        raise LadderError(f"ridge must be from 1e-06 to 1000, not {options.ridge}")
+    check_known("dtype", options.dtype, ("auto", "bfloat16", "float32"))
 
 
 @dataclass(frozen=True)
