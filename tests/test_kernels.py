@@ -351,11 +351,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
 
-def groups(plus):
-    fixed = {"K": 1024, "BK": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0}
+def groups(plus, bits):
+    width = 1024 * min(bits, 8) // 8
+    fixed = {"K": 1024, "WIDTH": width, "BK": width, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0}
+    fixed |= {"NORM": 0, "PAIR": 0, "BITS": bits, "STORED": width // 8, "ZEROS": False, "RUN": 16, "ASM": bits < 16}
     fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
-    kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32"}
+    kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
     kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32"}
+    kinds |= {"weight": {16: "*bf16", 8: "*fp8e4nv", 4: "*u8"}[bits]}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in _gemv.arg_names}
     values = {(_gemv.arg_names.index(name),): value for name, value in fixed.items()}
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
@@ -365,8 +368,9 @@ def groups(plus):
     assert "griddepcontrol.wait" in text
     return len(re.findall("cp.async.commit_group", text))
 
-without, with_plus = groups(0), groups(1)
-assert without == with_plus > 1, (without, with_plus)
+for bits in (16, 8, 4):
+    without, with_plus = groups(0, bits), groups(1, bits)
+    assert without == with_plus > 1, (bits, without, with_plus)
 """
 
 

@@ -11,6 +11,48 @@ from ladder.layers.weight import Packed
 
 
 @triton.jit
+def _times_codes(y, codes, lines, scales, zeros, own, first, here, live, DEPTH: tl.constexpr, BK: tl.constexpr,
+                 STAGES: tl.constexpr, IEEE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+                 ZEROS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Rows of codes, whose scales begin at `own`, times the inputs from `first` on; a tile is of one group."""
+    kind: tl.constexpr = lines.dtype.element_ty
+    packed: tl.constexpr = 8 // BITS  # codes in a stored number
+    stored = tl.arange(0, BK // packed)
+    x_sums = tl.zeros([y.shape[1]], tl.float32)
+    for at in tl.range(0, DEPTH // packed, BK // packed, num_stages=STAGES):
+        column = at + stored
+        inside = column < DEPTH // packed
+        code = tl.load(codes + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+        some = y
+        if GROUP > 0:
+            some = tl.zeros(y.shape, tl.float32)
+        if BITS == 4:
+            at_low = (column // RUN * (2 * RUN) + column % RUN)[:, None]
+            low = tl.load(lines + at_low, mask=inside[:, None] & live, other=0.0)
+            high = tl.load(lines + at_low + RUN, mask=inside[:, None] & live, other=0.0)
+            code_low, code_high = four_bits(code, kind, ASM)
+            some = product(code_high, high, product(code_low, low, some, IEEE), IEEE)
+            sums = tl.sum(low.to(tl.float32), axis=0) + tl.sum(high.to(tl.float32), axis=0)
+        else:
+            xs = tl.load(lines + column[:, None], mask=inside[:, None] & live, other=0.0)
+            some = product(eight_bits(code, kind, ASM), xs, some, IEEE)
+        if GROUP > 0:
+            group = own + (first + at * packed) // GROUP
+            if BITS == 4:
+                some -= zero_points(zeros, group, here, ZEROS)[:, None] * sums[None, :]
+            y += some * tl.load(scales + group, mask=here, other=0.0).to(tl.float32)[:, None]
+        else:
+            y = some
+            if BITS == 4:
+                x_sums += sums
+    if GROUP == 0:
+        if BITS == 4:
+            y -= zero_points(zeros, own, here, ZEROS)[:, None] * x_sums[None, :]
+        y = y * tl.load(scales + own, mask=here, other=0.0).to(tl.float32)[:, None]
+    return y
+
+
+@triton.jit
 def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, GROUPS, K: tl.constexpr,
             MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr,
             PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
@@ -32,43 +74,12 @@ def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, G
     if BITS < 16:
         wait_for_others(PDL)
         let_others_start(PDL)
-        packed: tl.constexpr = 2 if BITS == 4 else 1  # codes in a stored number
-        step: tl.constexpr = BK // packed
-        codes = weight + line.to(tl.int64)[:, None] * (K // packed) + split * (depth // packed)
-        stored = tl.arange(0, step)
+        codes = weight + line.to(tl.int64)[:, None] * (K * BITS // 8) + split * (depth * BITS // 8)
         own = line.to(tl.int64) * GROUPS
-        x_sums = tl.zeros([MB], tl.float32)
-        for at in tl.range(0, depth // packed, step, num_stages=STAGES):
-            within = at + stored < depth // packed
-            code = tl.load(codes + (at + stored)[None, :], mask=here & within[None, :], other=0.0)
-            if BITS == 4:
-                low_at = (at + stored) // RUN * (2 * RUN) + (at + stored) % RUN
-                low = tl.load(lines + low_at[:, None], mask=within[:, None] & live, other=0.0)
-                high = tl.load(lines + low_at[:, None] + RUN, mask=within[:, None] & live, other=0.0)
-            else:
-                low = tl.load(lines + (at + stored)[:, None], mask=within[:, None] & live, other=0.0)
-            so_far = y
-            if GROUP > 0:
-                so_far = tl.zeros([BN, MB], tl.float32)
-            if BITS == 4:
-                code_low, code_high = four_bits(code, x.dtype.element_ty, ASM)
-                some = product(code_high, high, product(code_low, low, so_far, IEEE), IEEE)
-                sums = tl.sum(low.to(tl.float32), axis=0) + tl.sum(high.to(tl.float32), axis=0)
-            else:
-                some = product(eight_bits(code, x.dtype.element_ty, ASM), low, so_far, IEEE)
-            if GROUP > 0:
-                group = own + (split * depth + at * packed) // GROUP
-                if BITS == 4:
-                    some -= zero_points(zeros, group, r < N, ZEROS)[:, None] * sums[None, :]
-                y += some * tl.load(scales + group, mask=r < N, other=0.0).to(tl.float32)[:, None]
-            else:
-                y = some
-                if BITS == 4:
-                    x_sums += sums
-        if GROUP == 0:
-            if BITS == 4:
-                y -= zero_points(zeros, own, r < N, ZEROS)[:, None] * x_sums[None, :]
-            y = y * tl.load(scales + own, mask=r < N, other=0.0).to(tl.float32)[:, None]
+        y = _times_codes(
+            y, codes, lines, scales, zeros, own, split * depth, r < N, live, depth, BK, STAGES, IEEE, BITS, GROUP,
+            ZEROS, RUN, ASM,
+        )  # fmt: skip
     else:
         rows = weight + line.to(tl.int64)[:, None] * K + split * depth
         if EARLY > 0:
