@@ -163,17 +163,17 @@ def test_the_rule_suits_every_format(bits: int, group: int) -> None:
 @interpreter
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("name", ("fp8", "int4-32"))
-def test_a_decode_step(name: str, batch: int) -> None:
-    """All kernels of a step against torch's products of the same codes."""
+def test_a_prompt_and_a_decode_step(name: str, batch: int) -> None:
+    """All kernels of both against torch's products of the same codes."""
     config = replace(ModelConfig(32, 1, 2, 1, 64, 20).rewired("ladder"), weights=named_format(name))
     torch.manual_seed(3)
     model = Decoder(config, dtype=torch.float32)
     fill(model)
     found = []
     for launch in (References(), InTurns()):
-        cache = model.new_cache(batch, 16)
-        for position, token in enumerate((3, 17)):
-            tokens, slots = torch.full((batch,), token), torch.arange(batch)
-            logits = Forward(model, cache, launch).decode(tokens, slots, torch.full((batch,), position))  # type: ignore[arg-type]
-        found.append(logits)
-    assert_close(found[1], found[0].double(), torch.float32)
+        forward = Forward(model, model.new_cache(batch, 16), launch)  # type: ignore[arg-type]
+        prompts, rows = torch.tensor([3, 17] * batch), torch.arange(batch)
+        read = forward.prefill(prompts, [2] * batch, list(range(batch)), 2 * rows + 1)
+        found.append((read, forward.decode(torch.full((batch,), 5), rows, torch.full((batch,), 2))))
+    for one, other in zip(*found, strict=True):
+        assert_close(other, one.double(), torch.float32)

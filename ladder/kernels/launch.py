@@ -71,7 +71,7 @@ class References:
         """scale (x W^T + bias) + plus / divisor."""
         return projected(x, weight, None, False, plus, divisor, scale)
 
-    def whole(self, weight: Weight) -> Tensor | None:
+    def library_matrix(self, weight: Weight) -> Tensor | None:
         """The matrix for the library's products; None: they are the weight's own."""
         return weight.dense
 
@@ -182,7 +182,7 @@ class Kernels:
         small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl)
         return out
 
-    def whole(self, weight: Weight) -> Tensor | None:
+    def library_matrix(self, weight: Weight) -> Tensor | None:
         """A matrix that is quantized is dequantized."""
         packed = weight.packed if weight.dense is None else None
         return weight.dense if packed is None else dequantize(packed, weight.dtype)
@@ -233,7 +233,7 @@ Launch = References | Kernels
 
 def library_product(launch: Launch, x: Tensor, weight: Weight) -> Tensor:
     """x W^T + bias, for any number of rows."""
-    matrix = launch.whole(weight)
+    matrix = launch.library_matrix(weight)
     return weight.multiply(x) if matrix is None else F.linear(x, matrix, weight.bias)
 
 

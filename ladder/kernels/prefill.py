@@ -75,7 +75,7 @@ class Prefill(FusedReader):
         stream.write(whole, out, self.post(post))
 
     def _pieces(self, x: Tensor, weight: Weight, scale: float) -> Iterator[Tensor]:
-        target, matrix = x.new_empty(len(x), weight.outputs), self.launch.whole(weight)
+        target, matrix = x.new_empty(len(x), weight.outputs), self.launch.library_matrix(weight)
         for part, here in zip(x.chunk(PIECES), target.chunk(PIECES), strict=True):
             if matrix is None:
                 here.copy_(weight.multiply(part))
