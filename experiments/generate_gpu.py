@@ -27,9 +27,10 @@ from ladder.bench.machine import machine, milliseconds
 from ladder.bench.model import FusedModel
 from ladder.config import ModelConfig
 from ladder.engine.forward import Schedule
-from ladder.engine.graphs import bucket, reach
+from ladder.engine.graphs import bucket
 from ladder.engine.passes import Passes
 from ladder.kernels.launch import Kernels
+from ladder.kernels.table import reach
 from ladder.model import Decoder
 
 PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ladder.comm.base import RankOnly, Solo
 from ladder.config import ModelConfig, Rope
 from ladder.jit import PRESENT
+from ladder.kernels import launch
 from ladder.kernels.activation import activate_rows
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.embed import embed, embed_reference
@@ -218,6 +219,18 @@ def test_attend(seed: int, dtype: torch.dtype) -> None:
         assert_close(found, expected, dtype)
         assert_close(keys, expected_keys, dtype)
         assert_close(values, expected_values, dtype)
+
+
+def test_attention_has_one_configuration_for_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up with short prompts compiles what longer ones need."""
+    found: list[Split] = []
+    monkeypatch.setattr(launch, "attend", lambda *given: found.append(given[5]))
+    draw = Draw(0, torch.float32)
+    block, metadata = some_attention(draw, 2, 1, 16), some_metadata(draw, 3, 4, 70, 16, distinct=True)
+    kernels, keys = Kernels(Table("a chip"), False), draw(70, 2, 16)
+    for reach in (17, 700, 2048, 2049, 8192):
+        kernels.attend(draw(1, 3, 4 * 2 * 16), block, replace(metadata, reach=reach), keys, keys)
+    assert found[0] == found[1] == found[2] and found[3] == found[4]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

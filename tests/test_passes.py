@@ -19,13 +19,14 @@ from ladder.comm.emulated import World
 from ladder.config import ModelConfig
 from ladder.engine import graphs
 from ladder.engine.forward import Forward, Schedule
-from ladder.engine.graphs import Graphs
+from ladder.engine.graphs import Graphs, bucket
 from ladder.engine.model_runner import AbortSequence, AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.scheduler import ScheduledBatch, SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
+from ladder.kernels import table
 from ladder.kernels.launch import Launch, References
 from ladder.kernels.sampling.argmax import choose, choose_reference
 from ladder.layers.cache import RESERVED
@@ -97,7 +98,7 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
     monkeypatch.setattr(graphs, "_capture", capture)
     joined = noted(monkeypatch)
     params = SamplingParams(16, temperature, seed=4)
-    monkeypatch.setattr(graphs, "NEAREST", 64)
+    monkeypatch.setattr(table, "NEAREST", 64)
     long = [[9] * 250, [3] * 20]
     found = []
     for launch, captured in ((None, False), (References(), True)):
@@ -126,7 +127,8 @@ def test_a_warm_up_captures_every_size_and_changes_no_token(monkeypatch: pytest.
         if warm:
             joined = noted(monkeypatch)
             assert runner.warm_up() == [1, 2, 4, 8] == sorted(size for size, _ in captured._captured)
-            assert not runner.busy and runner.free_slots == 5 and joined
+            assert not runner.busy and runner.free_slots == 5
+            assert {bucket(batch.decoded) for batch in joined if batch.decoded} == {1, 2, 4}
             assert sorted(captured._prompts) == [16, 32, 64, 128, 256]
         runner.apply(
             AddSequence(SequenceSpec(id, tuple(prompt), 16, SamplingParams(16, 0.8 * id, seed=id)))

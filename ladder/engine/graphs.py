@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ladder.engine.forward import Forward, Schedule
-from ladder.kernels.table import MOST
+from ladder.kernels.table import MOST, reach
 from ladder.layers.cache import BLOCK, KVCache
 
 WARM_UP, TIMED = 3, 9  # replays of a graph that is one of several
 STEP = 32  # between the sizes of batches that our matrix kernels do not take
-NEAREST, FURTHER = 2048, 4  # positions that kernels are chosen for: the fewest, and how many times as many come next
 SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
 LAUNCHED = 256  # tokens that are computed faster than launched, whatever they are filled up to
 
@@ -121,14 +120,6 @@ def buckets(most: int) -> list[int]:
 def bucket(count: int) -> int:
     """What a batch of `count` sequences is filled up to."""
     return 1 << (count - 1).bit_length() if count <= MOST else -(-count // STEP) * STEP
-
-
-def reach(positions: int) -> int:
-    """Up to how many positions the kernels for this many are chosen for."""
-    found = NEAREST
-    while found < positions:
-        found *= FURTHER
-    return found
 
 
 @contextmanager

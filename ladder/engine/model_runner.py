@@ -119,14 +119,16 @@ class ModelRunner:
         return sizes
 
     def _try(self, count: int, length: int) -> None:
-        """So many requests of all kinds, each with a prompt of its own; half of them come while others are decoded."""
+        """So many requests of all kinds, each with a prompt of its own. Half of them come while the others are decoded,
+        and the last one while all of them are: attention has a configuration for every number of decoded sequences.
+        """
         greedy = SamplingParams(TRIED, ignore_eos=True)
         drawn = replace(greedy, temperature=1.0, seed=0)
         kinds = (greedy, drawn, replace(drawn, top_k=20, top_p=0.9))
         for first in range(len(kinds) if count < len(kinds) else 1):
             for id in range(count):
-                if id == count // 2 > 0:
-                    self.step()  # reads the prompts of the first half
+                if id in (count // 2, count - 1) and id > 0:
+                    self.step()  # reads the prompts that have come
                     self.step()
                 tokens = tuple((first + length + id + number) % self._vocab for number in range(length))
                 self._scheduler.add(SequenceSpec(id, tokens, TRIED, kinds[(first + id) % len(kinds)]))

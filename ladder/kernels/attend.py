@@ -69,7 +69,7 @@ def _seen(query, key, value, inside, top, mass, y, scale, cap, CAP: tl.constexpr
     return higher, mass * fade + tl.sum(p, axis=1), y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BATCH"])  # else batches of a multiple of 16 have a kernel of their own
 def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, tables, out, parts, weights,
             arrived, eps, scale, cap, BATCH, WIDTH, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
             DP: tl.constexpr, KVHEADS: tl.constexpr, WINDOW: tl.constexpr, QS: tl.constexpr, QKNORM: tl.constexpr,

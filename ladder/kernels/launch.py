@@ -28,7 +28,7 @@ from ladder.kernels.sampling.candidates import (
 from ladder.kernels.sampling.sample import sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import MOST, SHARED, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to
+from ladder.kernels.table import MOST, SHARED, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to, reach
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata
@@ -190,7 +190,7 @@ class Kernels:
     def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
         batch, (_, kv_heads, d) = qkv.shape[1], keys.shape
         size = block.dtype.itemsize
-        shape = Shape("attend", _bucket(batch), kv_heads, _bucket(metadata.reach), False, size, self.lanes, self.flags)
+        shape = Shape("attend", _bucket(batch), kv_heads, reach(metadata.reach), False, size, self.lanes, self.flags)
         config = self.table[shape]
         assert isinstance(config, Split)
         config = config.within(self.shared, 2 * triton.next_power_of_2(d) * keys.element_size())

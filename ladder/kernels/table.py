@@ -12,6 +12,7 @@ from ladder.errors import LadderError
 KERNELS = ("qkv", "gate_up", "row", "head", "attend")
 MOST = 64  # rows that our matrix kernels are made for; the library has the rest
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
+NEAREST, FURTHER = 2048, 4  # positions that attention is configured for: the fewest; how many times as many come next
 WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
 
 
@@ -180,6 +181,16 @@ def sound(shape: Shape, config: Config) -> bool:
                 divided = divided and shape.inputs // config.splits % (shape.group or 32) == 0
             early = divided and (config.early == 0 or 16 <= config.early <= shape.inputs // config.splits)
             return fits and early and shape.kernel != "attend" and (config.splits == 1 or shape.splittable)
+
+
+def reach(positions: int) -> int:
+    """How many positions attention over this many is configured for: so few numbers that all can be compiled before
+    the first request comes.
+    """
+    found = NEAREST
+    while found < positions:
+        found *= FURTHER
+    return found
 
 
 def power_up_to(n: int) -> int:
