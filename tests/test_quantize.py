@@ -1,6 +1,8 @@
 """`ladder quantize`: what it writes is what compressed-tensors writes, and every host computes the same with it."""
 
+import errno
 import json
+import os
 import resource
 from dataclasses import replace
 from functools import partial
@@ -387,6 +389,27 @@ def test_what_cannot_be_quantized(source: Path, tmp_path: Path, monkeypatch: pyt
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("ladder.hf.convert.shutil.disk_usage", lambda path: usage)
     refused(source, out, r"needs 0\.0 GB, its disk has 0\.0 GB left$")
+
+
+def test_a_full_disk(source: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the writing thread meets is told, whenever it meets it, and nothing is left."""
+    real, calls = os.pwrite, 0
+
+    def pwrite(*given: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*given)
+
+    monkeypatch.setattr("ladder.quantize.tensors.os.pwrite", pwrite)
+    for room in (0, 5, 10**6):
+        calls = 0
+        status, _, err = run("quantize", source, tmp_path / "out", "--format", "int8")
+        assert (status, (tmp_path / "out").exists()) == ((0, True) if room > 5 else (1, False))
+        assert room > 5 or ("No space left on device" in err and err.count("\n") == 1)
+        assert [each.name for each in tmp_path.iterdir()] == (["out"] if room > 5 else [])
+    assert calls > 5
 
 
 def test_spoiled_sources(source: Path, tmp_path: Path, run: Any) -> None:

@@ -43,11 +43,15 @@ def scales_of(weight: Tensor, storage: Storage, dtype: torch.dtype | None = None
 
 
 def round_to_nearest(
-    weight: Tensor, storage: Storage, scales: Tensor | None = None, zeros: Tensor | None = None
+    weight: Tensor,
+    storage: Storage,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Rounded:
     """Each weight as the code nearest to it; scales and zeros are `scales_of` unless given."""
     if scales is None:
-        scales, zeros = scales_of(weight, storage)
+        scales, zeros = scales_of(weight, storage, dtype)
     least, largest = RANGES[storage.kind]
     values = weight.float() / spread(scales, weight.shape, storage)
     offset = MIDDLE if storage.kind == "int4" else 0

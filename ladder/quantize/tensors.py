@@ -2,12 +2,14 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from ladder.files import write_json
 
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 FILE_BYTES = 5_000_000_000  # of a file, or one tensor
+AHEAD = 4  # pieces that wait to be written
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,10 @@ class Entry(Spec):
     start: int
 
     def pieces(self, most: int) -> Iterator[bytearray]:
-        """Its bytes, at most so many at a time."""
+        """Its bytes, at most so many at a time; the next ones are read meanwhile."""
+        return _ahead(self._read(most))
+
+    def _read(self, most: int) -> Iterator[bytearray]:
         with self.file.open("rb") as opened:
             opened.seek(self.start)
             for start in range(0, self.size, most):
@@ -59,6 +67,15 @@ class Entry(Spec):
         """A matrix, so many rows at a time."""
         for piece in self.pieces(count * self.size // self.shape[0]):
             yield torch.frombuffer(piece, dtype=TYPES[self.kind]).view(-1, *self.shape[1:])
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same; each is made by a thread while the one before it is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 def entries(source: Directory) -> dict[str, Entry]:
@@ -79,7 +96,8 @@ def entries(source: Directory) -> dict[str, Entry]:
 
 class Output:
     """New safetensors files in a folder, with an index where they are several. Each tensor is written from its first
-    byte to its last, in any number of pieces; the tensors in any order.
+    byte to its last, in any number of pieces; the tensors in any order. A thread writes: what it could not write is
+    raised by a later piece, or at the end.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Spec], file_bytes: int = FILE_BYTES) -> None:
@@ -89,6 +107,7 @@ class Output:
                 parts.append({})
             parts[-1][name] = spec
         self._opened, self._left = ExitStack(), {name: spec.size for name, spec in tensors.items()}
+        self._thread, self._writing = ThreadPoolExecutor(1), deque[Future[None]]()
         self._places: dict[str, tuple[int, int]] = {}  # a file's descriptor, and where the next byte goes
         table: dict[str, str] = {}
         for number, part in enumerate(parts, 1):
@@ -116,21 +135,29 @@ class Output:
         opened.flush()
         self._places |= {name: (opened.fileno(), 8 + len(text) + start) for name, start in starts.items()}
 
-    def write(self, name: str, piece: Tensor | bytearray) -> int:
-        """The next piece of a tensor; returns its bytes."""
+    def write(self, name: str, piece: Tensor | bytearray) -> None:
+        """The next piece of a tensor, which nobody changes any more."""
         raw = memoryview(piece.flatten().view(torch.uint8).numpy().data if isinstance(piece, Tensor) else piece)
         descriptor, at = self._places[name]
         self._left[name] -= len(raw)
         assert self._left[name] >= 0, name
         self._places[name] = descriptor, at + len(raw)
-        done = 0
-        while done < len(raw):
-            done += os.pwrite(descriptor, raw[done:], at + done)
-        return len(raw)
+        self._writing.append(self._thread.submit(_write, descriptor, raw, at))
+        while len(self._writing) > AHEAD:
+            self._writing.popleft().result()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
+        self._thread.shutdown(cancel_futures=kind is not None)  # before files are closed
         self._opened.close()
+        for each in self._writing if kind is None else ():
+            each.result()
         assert kind is not None or not any(self._left.values()), self._left
+
+
+def _write(descriptor: int, raw: memoryview, at: int) -> None:
+    done = 0
+    while done < len(raw):
+        done += os.pwrite(descriptor, raw[done:], at + done)

@@ -147,10 +147,14 @@ def _quantize(
 ) -> None:
     module, first = name.removesuffix(".weight"), 0
     for weight in entry.rows(max(1, AT_A_TIME // entry.shape[1] // ROWS) * ROWS):
-        rounded = round_to_nearest(weight, storage) if rounder is None else rounder(module, first, weight)
+        exact = weight.float()
+        if rounder is None:
+            rounded = round_to_nearest(exact, storage, dtype=weight.dtype)
+        else:
+            rounded = rounder(module, first, weight)
         if not bool(rounded.scales.isfinite().all()):
             raise LadderError(f"the tensor {name!r} holds values that are not finite (NaN or infinity)")
-        error.add(weight, rounded, storage)
+        error.add(exact, rounded, storage)
         for end, part in packed(rounded, storage).items():
             output.write(f"{module}.{end}", part)
         first += len(weight)
@@ -164,9 +168,9 @@ class _Error:
     def __init__(self) -> None:
         self._wrong, self._all = 0.0, 0.0
 
-    def add(self, weight: Tensor, rounded: Rounded, storage: Storage) -> None:
-        exact = weight.float()
-        self._wrong += float(torch.linalg.vector_norm(dequantized(rounded, storage, torch.float32) - exact)) ** 2
+    def add(self, exact: Tensor, rounded: Rounded, storage: Storage) -> None:
+        wrong = dequantized(rounded, storage, torch.float32).sub_(exact)
+        self._wrong += float(torch.linalg.vector_norm(wrong)) ** 2
         self._all += float(torch.linalg.vector_norm(exact)) ** 2
 
     @property
