@@ -85,5 +85,6 @@ def spread(shared: Tensor, shape: torch.Size, storage: Storage) -> Tensor:
 def _blocks(weight: Tensor, storage: Storage) -> Tensor:
     """[outputs, inputs] -> [units of outputs, outputs of one, groups, inputs of one], filled up with zeros."""
     rows, columns = storage.rows or weight.shape[0], storage.group or weight.shape[1]
-    weight = pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    fill = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
+    weight = pad(weight, fill) if any(fill) else weight  # which would copy it
     return weight.view(len(weight) // rows, rows, -1, columns)

@@ -20,7 +20,7 @@ from ladder.files import write_json
 
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 FILE_BYTES = 5_000_000_000  # of a file, or one tensor
-AHEAD = 4  # pieces that wait to be written
+AHEAD = 2  # pieces that are being written, or wait to be
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class Output:
         assert self._left[name] >= 0, name
         self._places[name] = descriptor, at + len(raw)
         self._writing.append(self._thread.submit(_write, descriptor, raw, at))
-        while len(self._writing) > AHEAD:
+        while len(self._writing) > AHEAD:  # memory does not grow where the disk is slow
             self._writing.popleft().result()
 
     def __enter__(self) -> Self:

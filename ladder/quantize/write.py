@@ -21,7 +21,7 @@ from ladder.config.quantization import GROUPS, Quantization, Storage
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, write_json, write_text
 from ladder.hf.card import quantized_card
-from ladder.hf.convert import BUFFER, beside, check_space, rewired
+from ladder.hf.convert import beside, check_space, rewired
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.progress import Progress
@@ -30,8 +30,8 @@ from ladder.quantize.packing import WORD, packed, planned, settings
 from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
 from ladder.quantize.tensors import Entry, Output, Spec, entries
 
-ROWS = 128  # rows that are rounded together are a multiple of this: whole blocks, and whole words of zero points
 AT_A_TIME = 1 << 20  # weights, about
+COPIED = 4 << 20  # bytes of what is not rounded
 IN_TRANSFORMERS = ("fp8", "int4")  # formats of experts that it reads, without zero points
 # a matrix's name, where the rows begin, and the rows -> their codes
 Rounder = Callable[[str, int, Tensor], Rounded]
@@ -87,7 +87,7 @@ def quantize(
                 if name in matrices:
                     _quantize(name, entry, storage, output, rounder, error)
                 else:
-                    for piece in entry.pieces(BUFFER):
+                    for piece in entry.pieces(COPIED):
                         output.write(name, piece)
                 done += entry.size
                 if progress is not None:
@@ -146,7 +146,8 @@ def _quantize(
     name: str, entry: Entry, storage: Storage, output: Output, rounder: Rounder | None, error: "_Error"
 ) -> None:
     module, first = name.removesuffix(".weight"), 0
-    for weight in entry.rows(max(1, AT_A_TIME // entry.shape[1] // ROWS) * ROWS):
+    unit = max(storage.rows, WORD)  # rows of a block, or those whose zero points are a word
+    for weight in entry.rows(max(1, AT_A_TIME // entry.shape[1] // unit) * unit):
         exact = weight.float()
         if rounder is None:
             rounded = round_to_nearest(exact, storage, dtype=weight.dtype)
