@@ -337,7 +337,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     with get_context("forkserver").Pool(1) as pool:
-        assert pool.apply(growth, (source, tmp_path / "out")) < 1 << 10
+        assert pool.apply(growth, (source, tmp_path / "out")) < 100 << 10  # KiB
     assert (tmp_path / "out" / SINGLE).stat().st_size > 0.3e9
 
 

@@ -40,7 +40,7 @@ def _heads(qkv, at, stride, inside, QS: tl.constexpr):
 
 
 @triton.jit
-def _capped(score, cap, CAP: tl.constexpr):
+def capped(score, cap, CAP: tl.constexpr):
     """cap tanh(score / cap), where there is a cap; tanh(u) is 2 sigmoid(2 u) - 1"""
     if CAP:
         return cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
@@ -49,7 +49,7 @@ def _capped(score, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _block(keys, values, table, at, inside, row, d, D: tl.constexpr, BLOCK: tl.constexpr):
+def block_of(keys, values, table, at, inside, row, d, D: tl.constexpr, BLOCK: tl.constexpr):
     """Keys and values of these positions of a sequence."""
     place = (cache_line(table, at, inside, BLOCK) * row)[:, None] + d[None, :]
     here = inside[:, None] & (d < D)[None, :]
@@ -60,7 +60,7 @@ def _block(keys, values, table, at, inside, row, d, D: tl.constexpr, BLOCK: tl.c
 def _seen(query, key, value, inside, top, mass, y, scale, cap, CAP: tl.constexpr, IEEE: tl.constexpr):
     """The largest score so far, the sum of exp(score - largest), and that of the values weighted so, with these."""
     nothing = tl.zeros([query.shape[0], key.shape[0]], tl.float32)
-    score = _capped(product(query, tl.trans(key.to(query.dtype)), nothing, IEEE) * scale, cap, CAP)
+    score = capped(product(query, tl.trans(key.to(query.dtype)), nothing, IEEE) * scale, cap, CAP)
     score = tl.where(inside[None, :], score, float("-inf"))
     higher = tl.maximum(top, tl.max(score, axis=1))
     fade = tl.exp(top - higher)
@@ -98,7 +98,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     wide = d < D
     if EARLY:  # older positions can be had before the kernel before this one has finished
         early = begin + t
-        first_keys, first_values = _block(keys, values, own, early, early < last, row, d, D, BLOCK)
+        first_keys, first_values = block_of(keys, values, own, early, early < last, row, d, D, BLOCK)
     newest_place = cache_line(own, n - 1, True, BLOCK) * row
     partner = tl.where(d < half, d + half, d - half)
     c = tl.load(cos + b * half + d % half, mask=wide, other=0.0)
@@ -133,7 +133,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     tl.store(values + newest_place + d, new_value.to(values.dtype.element_ty), mask=wide & mine)
     # the newest position first, where it is this program's
     seen = query.to(tl.float32) * new_key.to(tl.float32)[None, :]
-    top = tl.where(mine, _capped(tl.sum(seen, axis=1) * scale, cap, CAP), float("-inf"))
+    top = tl.where(mine, capped(tl.sum(seen, axis=1) * scale, cap, CAP), float("-inf"))
     mass = tl.where(mine, tl.full([GP], 1.0, tl.float32), 0.0)
     y = tl.where(mine & here, new_value.to(tl.float32)[None, :], 0.0)
     if EARLY:
@@ -142,7 +142,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
         begin += BT
     for block in tl.range(begin, last, BT, num_stages=STAGES):
         at = block + t
-        key, value = _block(keys, values, own, at, at < last, row, d, D, BLOCK)
+        key, value = block_of(keys, values, own, at, at < last, row, d, D, BLOCK)
         top, mass, y = _seen(query, key, value, at < last, top, mass, y, scale, cap, CAP, IEEE)
     line = b * KVHEADS + kv
     to = out + (line * G + g[:, None]) * D + d[None, :]

@@ -10,6 +10,7 @@ from ladder.errors import LadderError
 from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
 from ladder.kernels.attend import Scratch, attend, attend_reference
+from ladder.kernels.attend_prompts import attend_prompts
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
 from ladder.kernels.experts.router import route
@@ -31,7 +32,7 @@ from ladder.kernels.stream import Source
 from ladder.kernels.table import MOST, SHARED, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to, reach
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
-from ladder.layers.cache import Metadata
+from ladder.layers.cache import Metadata, PrefillMetadata
 from ladder.layers.experts import ExpertMLP
 from ladder.layers.norm import Norm
 from ladder.layers.weight import Packed, Weight
@@ -74,6 +75,13 @@ class References:
     def library_matrix(self, weight: Weight) -> Tensor | None:
         """The matrix for the library's products; None: they are the weight's own."""
         return weight.dense
+
+    def attend_prompts(
+        self, turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Attention of the rows that are a prompt's, whose `turned` queries, keys and values are in the cache, too."""
+        q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=1)
+        return block.over_pieces(q, k, v, metadata, keys, values)
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
         """The experts' partial sum + plus / divisor."""
@@ -198,6 +206,15 @@ class Kernels:
         if key not in self._scratch:  # one kernel after another uses it
             self._scratch[key] = Scratch.of(*key, qkv.device)
         return attend(qkv, block, metadata, keys, values, config, self._scratch[key], self.pdl)
+
+    def attend_prompts(
+        self, turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        seen = metadata.prompts[0][1]
+        plain = block.cap is None and (block.window is None or block.window >= seen)
+        if metadata.single and plain:  # the library has a kernel for exactly this
+            return References().attend_prompts(turned, block, metadata, keys, values)
+        return attend_prompts(turned, block, metadata, keys, values, self.shared)
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
         up, down, router = block.up_proj.dense, block.down_proj.dense, block.router.dense

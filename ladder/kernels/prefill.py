@@ -50,8 +50,7 @@ class Prefill(FusedReader):
         qkv = self.norms_of_all_heads(stream, block, qkv)
         first, (newest, others) = metadata.decoded, metadata.parts
         turned = self.launch.rotate_write(qkv[first:], block, others, keys, values)
-        q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=1)
-        y = block.over_pieces(q, k, v, metadata, keys, values)
+        y = self.launch.attend_prompts(turned, block, metadata, keys, values)
         if not first:
             return y
         decoded = self.launch.attend(qkv[:first].unsqueeze(0), block, newest, keys, values)

@@ -128,7 +128,8 @@ class Pieces:
 class PrefillMetadata(Metadata):
     """Of tokens that are consecutive in their sequences, sequence after sequence."""
 
-    pieces: tuple[Pieces, ...]  # of the rows after those that are `decoded`
+    prompts: tuple[tuple[int, int], ...]  # where they start, and their tokens: the sequences that are not decoded
+    windows: tuple[int | None, ...]  # sliding windows of the model's layers
     decoded: int = 0  # rows at the beginning that are a sequence's newest token: attention as in decoding
 
     @cached_property
@@ -136,6 +137,42 @@ class PrefillMetadata(Metadata):
         """Of the rows that are decoded, and of the others."""
         first = self.decoded
         return self.rows(slice(first)), self.rows(slice(first, None)) if first else self
+
+    @cached_property
+    def pieces(self) -> tuple[Pieces, ...]:
+        """Of the rows that are not decoded, as attention takes them by the library."""
+        found, row = [], self.decoded
+        # single tokens are taken together wherever they stand
+        for _, group in groupby(self.prompts, lambda each: each if each[1] > 1 else 1):
+            starts, (count, *_) = zip(*group, strict=True)
+            end = row + len(starts) * count
+            positions = self.positions[row:end].view(-1, count)
+            found.append(_pieces(starts, positions, self.slots[row:end:count], self.tables, self.windows))
+            row = end
+        return tuple(found)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one prompt, and this is its beginning: what it sees is in the pass."""
+        return len(self.prompts) == 1 and self.prompts[0][0] == 0
+
+    def tiles(self, tokens: int) -> Tensor:
+        """The prompts in parts of up to `tokens` tokens: (row after those that are decoded, tokens), [tiles, 2]. Those
+        that see most come first.
+        """
+        if tokens not in self._tiles:
+            found, row = [], 0
+            for start, count in self.prompts:
+                found += [(start + at, row + at, min(tokens, count - at)) for at in range(0, count, tokens)]
+                row += count
+            found.sort(reverse=True)
+            tiles = torch.tensor([each[1:] for each in found], dtype=torch.int32)
+            self._tiles[tokens] = upload(tiles, self.positions.device)
+        return self._tiles[tokens]
+
+    @cached_property
+    def _tiles(self) -> dict[int, Tensor]:
+        return {}
 
     @classmethod
     def of(
@@ -158,25 +195,20 @@ class PrefillMetadata(Metadata):
         rows = torch.stack([torch.tensor(slots).repeat_interleave(torch.tensor(counts)), positions])
         owners, positions = upload(rows, device)
         tables = torch.zeros(1, 1, dtype=torch.int32, device=device) if cache is None else cache.tables
-        pieces, row = [], decoded
-        prompts = list(zip(starts, counts, strict=True))[decoded:]
-        # single tokens are taken together wherever they stand
-        for _, group in groupby(prompts, lambda each: each if each[1] > 1 else 1):
-            begins, (count, *_) = zip(*group, strict=True)
-            end = row + len(begins) * count
-            pieces.append(_pieces(begins, positions[row:end].view(-1, count), owners[row:end:count], tables, config))
-            row = end
         reach = max(starts[:decoded], default=seen - 1) + 1  # kernels are chosen for the rows that are decoded
-        return cls(owners, positions, *ropes.angles(positions), tables, reach, tuple(pieces), decoded)
+        prompts = tuple(zip(starts, counts, strict=True))[decoded:]
+        return cls(owners, positions, *ropes.angles(positions), tables, reach, prompts, config.windows, decoded)
 
 
-def _pieces(starts: Sequence[int], positions: Tensor, slots: Tensor, tables: Tensor, config: ModelConfig) -> Pieces:
+def _pieces(
+    starts: Sequence[int], positions: Tensor, slots: Tensor, tables: Tensor, windows: Sequence[int | None]
+) -> Pieces:
     """Of tokens at `positions` [batch, tokens] of `slots` [batch]."""
     batch, tokens = positions.shape
     seen, alike = max(starts) + tokens, len(set(starts)) == 1
     every = torch.arange(seen, device=slots.device)
     masks: dict[int | None, Tensor | None] = {}
-    for window in set(config.windows):
+    for window in set(windows):
         if alike and (window is None or window >= seen):
             masks[window] = None
         else:
