@@ -363,27 +363,32 @@ import re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
+from ladder.kernels.quantized.integers import integer_gemv
 
-def groups(plus, bits):
-    width = 1024 * min(bits, 8) // 8
-    fixed = {"K": 1024, "WIDTH": width, "BK": width, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0}
-    fixed |= {"NORM": 0, "PAIR": 0, "BITS": bits, "STORED": width // 8, "ZEROS": False, "RUN": 16, "ASM": bits < 16}
+def groups(plus, kind):
+    bits = {"bf16": 16, "i32": 4}.get(kind, 8)
+    kernel = integer_gemv if kind == "i32" else _gemv
+    fixed = {"K": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0, "BITS": bits}
     fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
+    if kernel is _gemv:
+        fixed |= {"BK": 1024, "CHUNK": 16, "SHARE": 8}
+    else:
+        fixed |= {"WIDTH": 128, "CHUNKS": 32, "SHARE": 4, "STEP": 4, "DIGITS": 2}
+        fixed |= {"ZEROS": False, "RUN": 16, "ASM": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
-    kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32"}
-    kinds |= {"weight": {16: "*bf16", 8: "*fp8e4nv", 4: "*u8"}[bits]}
-    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in _gemv.arg_names}
-    values = {(_gemv.arg_names.index(name),): value for name, value in fixed.items()}
+    kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32", "weight": "*" + kind}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
-    built = compile(ASTSource(_gemv, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
+    built = compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
                     options={"num_warps": 4, "launch_pdl": True})
     text = built.asm["ptx"]
-    assert "griddepcontrol.wait" in text
+    assert "griddepcontrol.wait" in text and ("dp4a" in text) == (kind == "i32")
     return len(re.findall("cp.async.commit_group", text))
 
-for bits in (16, 8, 4):
-    without, with_plus = groups(0, bits), groups(1, bits)
-    assert without == with_plus > 1, (bits, without, with_plus)
+for kind in ("bf16", "fp8e4nv", "i32"):
+    without, with_plus = groups(0, kind), groups(1, kind)
+    assert without == with_plus > 1, (kind, without, with_plus)
 """
 
 

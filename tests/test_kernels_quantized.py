@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ladder.bench.model import fill
 from ladder.config import ModelConfig
@@ -16,6 +17,7 @@ from ladder.kernels.launch import References
 from ladder.kernels.norm import add_norm_reference
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.small_gemm import small_gemm
+from ladder.kernels.stream import Source
 from ladder.kernels.table import Gemv, Shape, SmallGemm, rule, sound
 from ladder.layers.formats import Dense
 from ladder.layers.quantized import Quantized
@@ -108,6 +110,51 @@ def test_gemv(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     x, expected_agreed = add_norm_reference(exact(source), exact(norm))
     assert_close(out, projected(x, exactly(weight), activation, pair, exact(plus), divisor, alpha), dtype)
     assert_close(agreed, expected_agreed, dtype)
+
+
+INTEGERS = [storage for storage in FORMATS if storage.kind != "fp8"]
+
+
+def one_row(weight: Quantized, x: Tensor) -> Tensor:
+    out = torch.full((1, weight.outputs), float("nan"), dtype=x.dtype, device=DEVICE)
+    packed = weight.packed
+    assert packed is not None
+    gemv(Source(x), None, packed, None, None, False, None, 1, 1.0, out, Gemv(2, 4, 256, 2), PDL)
+    return out
+
+
+@pytest.mark.parametrize("storage", INTEGERS, ids=lambda each: f"{each.kind}-{each.group}-{each.zero}")
+def test_two_digits(monkeypatch: pytest.MonkeyPatch, storage: Storage) -> None:
+    """What a row of bfloat16 becomes: numbers are off by half a step of their group, however large another group's."""
+    monkeypatch.setattr("ladder.kernels.gemv.digits", lambda dtype: 2)
+    draw = Draw(5, torch.float32)
+    weight, x = some_quantized(draw, storage, 32, 512), draw(1, 512)
+    weight.bias = None
+    x[0, 3] = 1000.0  # those beside it are rounded to its steps
+    dense = exactly(weight).weight.data
+    group = storage.group or 128
+    step = x.double().view(-1, group).abs().amax(1).repeat_interleave(group) / 32639
+    bound = dense.abs() @ (step / 2)
+    error = (one_row(weight, x)[0].double() - dense @ x[0].double()).abs()
+    assert bool((error <= bound + 1e-5 * dense.norm(dim=1)).all()) and bool((error > 0.001 * bound).any())
+    assert bound.max() < 0.02 * (dense @ x[0].double()).abs().mean()
+
+
+@pytest.mark.parametrize("wrong", (float("nan"), float("inf"), float("-inf")))
+@pytest.mark.parametrize("kind", ("int8", "int4"))
+def test_what_is_not_finite_stays_so(kind: str, wrong: float) -> None:
+    """Digits are always finite numbers."""
+    draw = Draw(1, torch.float32)
+    weight, x = some_quantized(draw, Storage(kind, "compressed", 0, 1), 16, 256), draw(1, 256)
+    assert bool(one_row(weight, x).isfinite().all())
+    x[0, 77] = wrong
+    assert not bool(one_row(weight, x).isfinite().any())
+
+
+def test_a_row_of_zeros() -> None:
+    weight = some_quantized(Draw(1, torch.float32), Storage("int4", "compressed", 64, 1), 16, 256)
+    weight.bias = None
+    assert one_row(weight, torch.zeros(1, 256, device=DEVICE)).abs().max() == 0
 
 
 @formats

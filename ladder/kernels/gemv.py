@@ -10,11 +10,11 @@ from ladder.kernels.device import (
     gathered,
     let_others_start,
     normalized,
-    normalized_halves,
     wait_for_all,
 )
 from ladder.kernels.norm import norm_arguments
-from ladder.kernels.quantized.codes import code_arguments, scaled_rows
+from ladder.kernels.quantized.codes import CHUNK, chunk_scales, code_arguments
+from ladder.kernels.quantized.integers import INPUTS, digits, integer_gemv
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv
 from ladder.layers.activation import activate
@@ -23,29 +23,20 @@ from ladder.layers.weight import Packed, Weight
 
 
 @triton.jit
-def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, weight, scales, zeros, bias,
-          plus, out, eps, scale, alpha, N, GROUPS, K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr,
-          BN: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFTS: tl.constexpr,
-          NORM: tl.constexpr, OFFSET: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
-          PLUS: tl.constexpr, ALPHA: tl.constexpr, TP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-          BITS: tl.constexpr, STORED: tl.constexpr, ZEROS: tl.constexpr, RUN: tl.constexpr,
-          ASM: tl.constexpr):  # fmt: skip
+def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, weight, scales, bias, plus,
+          out, eps, scale, alpha, N, GROUPS, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+          SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFTS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+          PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
+          TP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr,
+          CHUNK: tl.constexpr, SHARE: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
-    cols = tl.arange(0, BK)  # of the weight's stored numbers
-    if BITS < 16:  # [groups, numbers of a group]
-        cols = tl.arange(0, BK // STORED)[:, None] * STORED + tl.arange(0, STORED)[None, :]
-    inside = cols < WIDTH
-    at_x = cols
-    if BITS == 4:  # the inputs of the bytes' low halves; those of their high halves are RUN on
-        at_x = cols // RUN * (2 * RUN) + cols % RUN
+    cols = tl.arange(0, BK)
+    if BITS < 16:  # [chunks, numbers of a chunk]
+        cols = tl.arange(0, BK // CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = cols < K
     if NORM:
-        g = tl.load(gain + at_x, mask=inside, other=0.0).to(tl.float32) + OFFSET
-        g_high = g
-        if BITS == 4:
-            g_high = tl.load(gain + at_x + RUN, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        g = tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32) + OFFSET
     x = tl.zeros(cols.shape, tl.float32)
-    x_high = x
-    x_sums = tl.zeros([BK // STORED], tl.float32)
     factor = 1.0
     turn = tl.arange(0, TP)
     more = tl.zeros([TP, BN], tl.float32)
@@ -53,15 +44,19 @@ def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         r = (pid * TILES + tile) * BN + tl.arange(0, BN)
         here = r < N
-        line = r.to(tl.int64)[:, None] * WIDTH
+        line = r.to(tl.int64)[:, None] * K
         live = here[:, None]
         if BITS < 16:
             line, live = line[:, :, None], live[:, :, None]
         at = line + cols.expand_dims(0)
         live = live & inside.expand_dims(0)
         wa = tl.load(weight + at, mask=live, other=0.0)
+        if BITS < 16:  # asked for here, so that they are there when the sums are
+            scale_a = chunk_scales(scales, r, here, GROUPS, BK // CHUNK, SHARE)
         if PAIR:
-            wb = tl.load(weight + N.to(tl.int64) * WIDTH + at, mask=live, other=0.0)
+            wb = tl.load(weight + N.to(tl.int64) * K + at, mask=live, other=0.0)
+            if BITS < 16:
+                scale_b = chunk_scales(scales, N + r, here, GROUPS, BK // CHUNK, SHARE)
         if tile == 0:
             wait_for_all(flag1, flag2, need, FLAGS, PDL)
             if PLUS:  # of all tiles at once, not one latency after the other
@@ -69,23 +64,14 @@ def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, 
                 more = tl.load(
                     plus + all_r, mask=(turn < TILES)[:, None] & (all_r < N), other=0.0, cache_modifier=".cg"
                 ).to(tl.float32)
-            x = gathered(base, first, second, drift1, drift2, saved, at_x, inside, pid == 0, SUMS, DRIFTS)
-            if BITS == 4:
-                x_high = gathered(
-                    base, first, second, drift1, drift2, saved, at_x + RUN, inside, pid == 0, SUMS, DRIFTS
-                )
-                if NORM:
-                    x, x_high, factor = normalized_halves(
-                        x, x_high, g, g_high, norm_bias, at_x, at_x + RUN, inside, eps, K, NORM
-                    )
-                x_sums = tl.sum(x + x_high, axis=1)
-            elif NORM:
-                x, factor = normalized(x, g, norm_bias, at_x, inside, eps, K, NORM)
+            x = gathered(base, first, second, drift1, drift2, saved, cols, inside, pid == 0, SUMS, DRIFTS)
+            if NORM:
+                x, factor = normalized(x, g, norm_bias, cols, inside, eps, K, NORM)
             let_others_start(PDL)
         if BITS == 16:
             ya = tl.sum(wa.to(tl.float32) * x[None, :], axis=1) * factor
         else:
-            ya = factor * scaled_rows(wa, x, x_high, x_sums, scales, zeros, r, here, GROUPS, BITS, ZEROS, ASM)
+            ya = tl.sum(tl.sum(wa.to(tl.float32) * x[None, :, :], axis=2) * scale_a, axis=1) * factor
         if BIAS:
             ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
         ya = activated(ya, ACT)
@@ -93,7 +79,7 @@ def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, 
             if BITS == 16:
                 yb = tl.sum(wb.to(tl.float32) * x[None, :], axis=1) * factor
             else:
-                yb = factor * scaled_rows(wb, x, x_high, x_sums, scales, zeros, N + r, here, GROUPS, BITS, ZEROS, ASM)
+                yb = tl.sum(tl.sum(wb.to(tl.float32) * x[None, :, :], axis=2) * scale_b, axis=1) * factor
             if BIAS:
                 yb += tl.load(bias + N + r, mask=here, other=0.0).to(tl.float32)
             ya = ya * yb
@@ -129,7 +115,6 @@ def gemv(
     """
     matrix, scales, zeros, groups, form = code_arguments(weight)
     rows, width, padded = matrix.shape[0] // (1 + pair), matrix.shape[1], triton.next_power_of_2(matrix.shape[1])
-    stored = form.pop("GROUP") * form["BITS"] // 8 or padded  # numbers of a group
     programs, room = config.programs, {}
     if source.flags:
         tile = config.rows * padded * matrix.element_size() * (1 + pair)
@@ -138,13 +123,30 @@ def gemv(
     tiles = -(-rows // (programs * config.rows))
     saved = torch.empty_like(source.base) if source.sums else source.base
     gain, norm_bias, eps, modes = norm_arguments(norm)
-    _gemv[(-(-rows // (tiles * config.rows)),)](
-        *source.arguments(saved), gain, norm_bias, matrix, scales, zeros, bias, plus, out, eps, 1 / divisor, alpha,
-        rows, groups, K=source.base.shape[1], WIDTH=width, BK=padded, BN=config.rows, TILES=tiles, **source.modes(),
-        **modes, **form, STORED=stored,
-        PAIR=pair, ACT=ACTIVATIONS[activation], BIAS=bias is not None, PLUS=plus is not None, ALPHA=alpha != 1,
-        TP=triton.next_power_of_2(tiles), STAGES=config.stages, PDL=pdl, num_warps=config.warps, launch_pdl=pdl, **room,
-    )  # fmt: skip
+    common = {
+        **source.modes(), **modes, **room, "K": source.base.shape[1], "BN": config.rows, "TILES": tiles, "PAIR": pair,
+        "ACT": ACTIVATIONS[activation], "BIAS": bias is not None, "PLUS": plus is not None, "ALPHA": alpha != 1,
+        "TP": triton.next_power_of_2(tiles), "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps,
+        "launch_pdl": pdl,
+    }  # fmt: skip
+    grid, stream = (-(-rows // (tiles * config.rows)),), source.arguments(saved)
+    bits, group = form["BITS"], form.pop("GROUP")
+    if bits < 16:  # two programs of eight warps, or one of 16, have all registers of a multiprocessor
+        common["maxnreg"] = min(room.get("maxnreg", 255), max(128, 1024 // config.warps))
+        common |= {"BITS": bits, "SHARE": (group or source.base.shape[1]) * bits // 8 // CHUNK or 1}
+    if matrix.dtype in (torch.int8, torch.uint8):
+        chunks = max(padded // CHUNK, 1)
+        integer_gemv[grid](
+            *stream, gain, norm_bias, matrix.view(torch.int32), scales, zeros, bias, plus, out, eps, 1 / divisor, alpha,
+            rows, groups, WIDTH=width // 4, CHUNKS=chunks, STEP=min(chunks, (group or INPUTS) * bits // 8 // CHUNK),
+            DIGITS=digits(source.base.dtype), ZEROS=form["ZEROS"], RUN=form["RUN"], ASM=form["ASM"],
+            **common,
+        )  # fmt: skip
+    else:
+        _gemv[grid](
+            *stream, gain, norm_bias, matrix, scales, bias, plus, out, eps, 1 / divisor, alpha, rows, groups,
+            BK=max(padded, CHUNK), CHUNK=CHUNK, **{"BITS": 16, "SHARE": 1, **common},
+        )  # fmt: skip
     return saved
 
 

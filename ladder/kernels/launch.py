@@ -241,6 +241,8 @@ class Kernels:
             size, bits, group = matrix.element_size(), 0, 0
         else:
             size, bits, group = 2, matrix.bits, matrix.group if matrix.group < inputs else 0
+            if inputs % 4:  # they are read in words
+                return None
         shape = Shape(kernel, _bucket(rows), outputs, inputs, pair, size, self.lanes, self.flags, bits, group)
         return self.table[shape]
 

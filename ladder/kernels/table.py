@@ -209,14 +209,17 @@ def rule(shape: Shape) -> Config:
         return Split(max(1, splits), positions, warps, 3 if splits >= 8 else stages, int(splits >= 8))
     if shape.batch == 1:
         line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
-        # codes become numbers in registers, which hold fewer weights than shared memory has codes
-        most = (1 << 14) * shape.stored // 8 if shape.bits else 28 * 1024
+        padded = power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair)
+        if shape.bits:  # as many codes for a thread as its registers hold beside the row's own share
+            warps, stages = 16 if shape.inputs > 8192 else 8, 4
+            most = warps * 2048 * line // padded
+        else:
+            warps, stages, most = 8 if line >= 1 << 14 else 4, 3, 28 * 1024
         rows = max(1, min(power_up_to(most // line), power_up_to(shape.outputs // WAVE)))
-        stages = 4 if rows * line < 1 << 15 else 3
-        ring = rows * power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair) * (stages - 1)
+        stages += int(not shape.bits and rows * line < 1 << 15)
+        ring = rows * padded * (stages - 1)
         if ring <= SHARED:  # else a row of it is too wide
-            wide = shape.inputs * (1 + shape.pair) >= 1 << 13 if shape.bits else line >= 1 << 14
-            return Gemv(rows, 8 if wide else 4, WAVE if 2 * ring <= SHARED else WAVE // 2, stages)
+            return Gemv(rows, warps, WAVE if 2 * ring <= SHARED and warps <= 8 else WAVE // 2, stages)
     if shape.batch > MOST:
         return None
     depth = max(16, min(128 * 2 // shape.bytes, power_up_to(shape.inputs)))

@@ -11,6 +11,8 @@ from torch import Tensor
 from ladder.jit import tl, triton
 from ladder.layers.weight import RUN, Packed
 
+CHUNK = 16  # bytes of a row that a thread reads at once
+
 
 @triton.jit
 def eight_bits(code, KIND: tl.constexpr, ASM: tl.constexpr):
@@ -99,23 +101,23 @@ def zero_points(zeros, at, live, ZEROS: tl.constexpr):
 
 
 @triton.jit
-def scaled_rows(codes, x, x_high, x_sums, scales, zeros, r, here, GROUPS, BITS: tl.constexpr, ZEROS: tl.constexpr,
-                ASM: tl.constexpr):  # fmt: skip
-    """The rows `r` of a quantized matrix, [rows, groups, numbers of a group], times x [groups, numbers of a group]; of
-    4 bits `x_high` has the inputs of the bytes' high halves.
-    """
-    if BITS == 4:
-        low, high = four_bits(codes, tl.float32, ASM)
-        each = low * x[None, :, :] + high * x_high[None, :, :]
-    else:
-        each = eight_bits(codes, tl.float32, ASM) * x[None, :, :]
-    sums = tl.sum(each, axis=2)
-    group = tl.arange(0, x.shape[0])[None, :]
-    at = r.to(tl.int64)[:, None] * GROUPS + group
+def chunk_scales(scales, r, here, GROUPS, CHUNKS: tl.constexpr, SHARE: tl.constexpr):
+    """The scales of the rows' chunks, [rows, chunks]; SHARE chunks have the same one."""
+    group = (tl.arange(0, CHUNKS) // SHARE)[None, :]
     live = here[:, None] & (group < GROUPS)
-    if BITS == 4:
-        sums -= zero_points(zeros, at, live, ZEROS) * x_sums[None, :]
-    return tl.sum(sums * tl.load(scales + at, mask=live, other=0.0).to(tl.float32), axis=1)
+    return tl.load(scales + r.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def chunk_zeros(zeros, r, here, GROUPS, CHUNKS: tl.constexpr, SHARE: tl.constexpr, BITS: tl.constexpr,
+                ZEROS: tl.constexpr):  # fmt: skip
+    """The zeros of 4-bit codes, as above; one number where they have none of their own."""
+    if ZEROS:
+        group = (tl.arange(0, CHUNKS) // SHARE)[None, :]
+        live = here[:, None] & (group < GROUPS)
+        return tl.load(zeros + r.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0).to(tl.float32)
+    else:
+        return 8.0
 
 
 def code_arguments(weight: Tensor | Packed) -> tuple[Tensor, Tensor | None, Tensor | None, int, dict[str, Any]]:
