@@ -33,7 +33,7 @@ LIMIT = 120.0  # seconds, for processes that would otherwise hang
 LAYERS = 4
 TOLERANCE = backward(LAYERS, 32, 6, torch.float64)  # of gradients of magnitude one
 SAME = ("standard", "parallel", "parallel-1", "ladder", "ladder-2", "ladder-1-2", "standard:2 ladder:2")
-DRIFTING = ("desync-2x", "desync-2x-1", "desync-4x", "desync-3x", "desync-2x:2 ladder:2", "none")
+DRIFTING = ("desync-2x", "desync-2x-1", "desync-4x", "desync-3x", "desync-3x-local", "desync-2x:2 ladder:2", "none")
 # each with what is replicated in its own way: one key/value head for two ranks, norms of queries and keys, biases
 HABITS: dict[str, dict[str, Any]] = {
     "plain": {},
