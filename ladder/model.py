@@ -44,10 +44,11 @@ class Layer(nn.Module):
         self.wiring: tuple[SubBlock, SubBlock] = config.sub_blocks()[index]
         self.attention = Attention(config, index, rope, comm, dtype)
         self.mlp: MLP | ExpertMLP
+        shared = self.attention.norm if config.names.shared_norm else None
         if config.has_experts(index):
-            self.mlp = ExpertMLP(config, index, comm, dtype, expert_parallel)
+            self.mlp = ExpertMLP(config, index, comm, dtype, expert_parallel, shared)
         else:
-            self.mlp = MLP(config, index, comm, dtype, self.attention.norm if config.names.shared_norm else None)
+            self.mlp = MLP(config, index, comm, dtype, shared)
 
     def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:
         # attention on the second lane, where there are two
