@@ -114,6 +114,13 @@ def independent(blocks: Sequence[SubBlock]) -> list[bool]:
     return [False, *free]
 
 
+def same_stream(attention: SubBlock, mlp: SubBlock) -> bool:
+    """Whether the MLP of a layer reads what its attention has read: neither its result nor any all-reduce more."""
+    if attention.out is Out.LOCAL:
+        return False
+    return mlp.lag >= attention.lag + (attention.out is Out.REDUCE)
+
+
 @dataclass(frozen=True)
 class Wiring:
     """One row name per layer."""

@@ -58,8 +58,7 @@ ALL_REDUCES_OF_SIX_LAYERS = {
     **dict.fromkeys(("standard", "ladder", "ladder-2", "ladder-1-2", "ladder-0-1", "desync-1x", "desync-1x-2"), 12),
     **{"parallel-1": 6, "parallel-7": 6, "desync-2x-1": 6, "desync-5x-3": 3, "desync-5x-3-local": 2},
     **{"parallel": 6, "desync-2x": 6, "desync-3x": 4, "desync-4x": 3, "desync-5x": 3, "desync-12x": 1, "none": 0},
-    **{"parallel:3 ladder:3": 9, "none:3 standard:3": 6, "desync-4x:3 desync-5x:3": 3,
-       "desync-5x:3 desync-4x:3": 3},
+    **{"parallel:3 ladder:3": 9, "none:3 standard:3": 6, "desync-4x:3 desync-5x:3": 3, "desync-5x:3 desync-4x:3": 3},
 }
 
 

@@ -61,8 +61,15 @@ class ExpertMLP(nn.Module):
         self.post_norm = new_norm(prefix, names.mlp_post_norm, config, dtype)
 
     def forward(
-        self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
+        self,
+        ops: Ops,
+        stream: ResidualStream,
+        wiring: SubBlock,
+        metadata: Metadata,
+        cache: KVCache | None,
+        read: Tensor | None = None,
     ) -> None:
+        """`read` is for layers without experts: see `Attention`."""
         ops.experts(stream, wiring.out, self, ops.norm(stream, wiring.lag, self.norm))
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
