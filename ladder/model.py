@@ -33,7 +33,7 @@ from ladder.layers.ops import Ops, Plain
 from ladder.layers.rope import RopeTable
 from ladder.layers.shard import Shard, Sharded
 from ladder.residual import ResidualStream
-from ladder.wiring import Out, SubBlock, same_stream
+from ladder.wiring import Out, SubBlock, read_together
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ class Layer(nn.Module):
 
     def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:
         both = None
-        if self.shares_norm and same_stream(*self.wiring):
+        if self.shares_norm and read_together(*self.wiring):
+            assert isinstance(self.mlp, MLP)
             both = ops.norm_project_both(stream, self.wiring[0].lag, self.attention, self.mlp)
         reads = (None, None) if both is None else tuple(ops.lanes.made(read) for read in both)
         # attention on the second lane, where there are two

@@ -114,11 +114,11 @@ def independent(blocks: Sequence[SubBlock]) -> list[bool]:
     return [False, *free]
 
 
-def same_stream(attention: SubBlock, mlp: SubBlock) -> bool:
-    """Whether the MLP of a layer reads what its attention has read: neither its result nor any all-reduce more."""
-    if attention.out is Out.LOCAL:
-        return False
-    return mlp.lag >= attention.lag + (attention.out is Out.REDUCE)
+def read_together(attention: SubBlock, mlp: SubBlock) -> bool:
+    """Whether the MLP of a layer reads the same stream as its attention, which sends nothing. (Where attention sends,
+    as in ladder-0-1 and ladder-1-2, the MLP's first product hides the all-reduce, and must come after it.)
+    """
+    return attention.out is Out.HOLD and mlp.lag >= attention.lag
 
 
 @dataclass(frozen=True)
