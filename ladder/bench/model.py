@@ -39,9 +39,11 @@ class Case:
     batch: int = 1
     layers: int | None = None
     weights: str = "bf16"  # the format of the layers' matrices
+    shared_norm: bool = False  # one norm a layer
 
     def config(self) -> ModelConfig:
-        config = replace(ModelConfig.named(self.size), weights=named_format(self.weights))
+        named = ModelConfig.named(self.size)
+        config = replace(named, weights=named_format(self.weights), shared_norm=self.shared_norm)
         return config if self.layers is None else config.first(self.layers)
 
 

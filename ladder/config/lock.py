@@ -75,7 +75,7 @@ def wiring_of(raw: Mapping[str, Any], layers: int) -> Wiring:
 
 def shared_norm_of(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json says that a layer has one norm, which attention and MLP both read through."""
-    shared = raw.get("shared_norm", False)
-    if not isinstance(shared, bool):
+    shared = raw.get("shared_norm")
+    if not isinstance(shared, bool | None):
         raise LadderError(f"shared_norm must be true or false, not {str(shared)[:80]!r}")
-    return shared
+    return shared is True
