@@ -2,6 +2,10 @@
 
 import copy
 import logging
+import os
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -246,6 +250,38 @@ def test_launches(rows: int, dtype: torch.dtype) -> None:
         assert_close(ours, wanted, dtype)
     assert kernels.takes_both(both, rows, True) and not Kernels(Table("any"), PDL).takes_both(both, rows, True)
     assert not kernels.takes_both(both, 8, True) and not kernels.takes_both(both, 65, True)
+
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ladder.kernels.both import _gemv_both, _small_gemm_both
+
+def check(kernel, warps, **fixed):
+    fixed |= {"K": 1024, "PAIR": 1, "ACT": 1, "BIAS": 0, "STAGES": 4, "PDL": True}
+    kinds = {"flag1": "*i32", "flag2": "*i32", "eps": "fp32"}
+    kinds |= dict.fromkeys(("need", "HALF", "INNER", "OWN", "M"), "i32")
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind[0] in "*i"}
+    built = compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
+                    options={"num_warps": warps, "launch_pdl": True})
+    text = built.asm["ptx"]
+    assert "griddepcontrol.wait" in text and text.count("cp.async.commit_group") > 2, kernel
+    return text
+
+text = check(_gemv_both, 8, BK=1024, BN=2, TILES=4, SUMS=1, FLAGS=1, DRIFTS=1, NORM=1, OFFSET=0)
+assert text.index("cp.async") < text.index("ld.acquire") < text.index("griddepcontrol.wait")
+assert "mma" in check(_small_gemm_both, 4, MB=16, BN=64, BK=128, EARLY=0, IEEE=False)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64") or not PRESENT, reason="no compiler here")
+def test_compiled_for_a_gpu() -> None:
+    """Both load weights in a pipeline; one row's kernel asks for them before it waits for others."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

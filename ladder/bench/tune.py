@@ -56,8 +56,8 @@ def tune(
     shared_norm: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest; on two
-    lanes also where its all-reduces set flags. `shared_norm`: of parallel layers with one norm, whose QKV and gate/up may
-    be one product.
+    lanes also where its all-reduces set flags. `shared_norm`: of parallel layers with one norm, where QKV and gate/up
+    may be one product.
 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
