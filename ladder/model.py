@@ -55,7 +55,8 @@ class Layer(nn.Module):
             self.mlp = MLP(config, index, comm, dtype, shared)
         # one product is enough for both where they read the same stream
         self.shares_norm = isinstance(self.mlp, MLP) and self.mlp.norm is self.attention.norm
-        if self.shares_norm and not lay_together(self.attention.qkv_proj, self.mlp.up_proj) and index == 0:
+        together = self.shares_norm and lay_together(self.attention.qkv_proj, self.mlp.up_proj)
+        if self.shares_norm and not together and read_together(*self.wiring) and index == 0:
             logger.info("parallel layers have two products: their weights are quantized, or only one has a bias")
 
     def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:

@@ -96,7 +96,7 @@ def test_a_shared_norm_alone_joins_them(caplog: pytest.LogCaptureFixture) -> Non
     assert all(as_one(layer.attention.qkv_proj, layer.mlp.up_proj) is not None for layer in shared.layers)
     assert not any(layer.shares_norm for layer in Decoder(tiny(2).rewired("parallel")).layers)
     with caplog.at_level(logging.INFO, "ladder"):
-        quantized = Decoder(replace(tiny(3, shared_norm=True), weights=named_format("fp8")))
+        quantized = Decoder(replace(tiny(3, shared_norm=True), weights=named_format("fp8")).rewired("parallel"))
     assert [record.message for record in caplog.records] == [
         "parallel layers have two products: their weights are quantized, or only one has a bias"
     ]

@@ -40,9 +40,11 @@ HABITS: dict[str, dict[str, Any]] = {
     "one_kv_head": {"kv_heads": 1, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "qk_norm": {"family": "qwen3", "kv_heads": 1},
     "tied": {"tied": True},
+    "one_norm": {"shared_norm": True},
 }
 CASES = [(habit, text) for text in (*SAME, *DRIFTING) for habit in HABITS if habit == "plain" or text in
          ("ladder", "desync-2x")]  # fmt: skip
+CASES += [("one_norm", text) for text in ("parallel", "desync-3x")]
 RATE = 0.1  # of the step
 
 Named = dict[str, Tensor]
@@ -183,7 +185,8 @@ def test_a_step_leaves_copies_the_same(results: list[Any], case: tuple[str, str]
     first, second = (found[case] for found in results)
     shared = [name for name, place in first["places"].items() if second["places"].get(name) == place]
     kinds = {name.split(".")[-2] for name in shared}
-    assert kinds >= {"input_layernorm", "post_attention_layernorm", "norm"}
+    assert kinds >= {"input_layernorm", "norm"}
+    assert ("post_attention_layernorm" in kinds) == (not config.shared_norm)
     assert ("k_proj" in kinds) == (config.kv_heads == 1) and ("q_norm" in kinds) == bool(config.family_row.qk_norm)
     for name in shared:
         assert torch.equal(first["after"][name], second["after"][name]), name

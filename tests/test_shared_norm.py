@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import ladder.hf
+from ladder import LLM, SamplingParams
 from ladder.checkpoint import Directory, load
 from ladder.config import ModelConfig
 from ladder.config.lock import WIRED_MODEL_TYPE
@@ -22,6 +23,7 @@ from ladder.quantize.options import QuantizeOptions
 from ladder.quantize.write import quantize
 from ladder.train.options import ScratchOptions
 from ladder.train.scratch import train
+from tests.checkpoints import tiny as checkpoint
 from tests.hosts import CONFIGS, FORWARD, host
 from tests.test_hf import close, tokens
 from tests.training import silent, training
@@ -101,6 +103,16 @@ def test_a_checkpoint_with_two_norms_is_refused(tmp_path: Path) -> None:
         LadderError, match=r"has the tensor 'model\.layers\.0\.post_attention_layernorm\.weight', which"
     ):
         source.check(Decoder(source.config).shards())
+
+
+def test_saved_and_generated_with(tmp_path: Path) -> None:
+    """Weights that lie together are written one by one; the engine's tokens are transformers'."""
+    checkpoint(tmp_path / "model", "parallel", shared_norm=True)
+    model, prompt = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), [5, 17, 9]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with LLM(tmp_path / "model") as llm:
+        found = llm.generate([prompt], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert list(found[0].token_ids) == expected[0, 3:].tolist()
 
 
 @pytest.mark.parametrize("name", OWN)
