@@ -13,6 +13,7 @@ Which of these happens is not written here: a sub-block reads the stream with th
 row of the wiring's table. How it is computed is not written here either: that is up to the backend (`Ops`).
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -25,13 +26,16 @@ from ladder.layers.attention import Attention
 from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
 from ladder.layers.embedding import Embedding, Head
 from ladder.layers.experts import ExpertMLP
+from ladder.layers.formats import lay_together
 from ladder.layers.mlp import MLP
 from ladder.layers.norm import Norm
 from ladder.layers.ops import Ops, Plain
 from ladder.layers.rope import RopeTable
 from ladder.layers.shard import Shard, Sharded
 from ladder.residual import ResidualStream
-from ladder.wiring import Out, SubBlock
+from ladder.wiring import Out, SubBlock, read_together
+
+logger = logging.getLogger(__name__)
 
 
 class Layer(nn.Module):
@@ -44,16 +48,27 @@ class Layer(nn.Module):
         self.wiring: tuple[SubBlock, SubBlock] = config.sub_blocks()[index]
         self.attention = Attention(config, index, rope, comm, dtype)
         self.mlp: MLP | ExpertMLP
+        shared = self.attention.norm if config.names.shared_norm else None
         if config.has_experts(index):
-            self.mlp = ExpertMLP(config, index, comm, dtype, expert_parallel)
+            self.mlp = ExpertMLP(config, index, comm, dtype, expert_parallel, shared)
         else:
-            self.mlp = MLP(config, index, comm, dtype, self.attention.norm if config.names.shared_norm else None)
+            self.mlp = MLP(config, index, comm, dtype, shared)
+        # one product is enough for both where they read the same stream
+        self.shares_norm = isinstance(self.mlp, MLP) and self.mlp.norm is self.attention.norm
+        together = self.shares_norm and lay_together(self.attention.qkv_proj, self.mlp.up_proj)
+        if self.shares_norm and not together and read_together(*self.wiring) and index == 0:
+            logger.info("parallel layers have two products: their weights are quantized, or only one has a bias")
 
     def forward(self, ops: Ops, stream: ResidualStream, metadata: Metadata, cache: KVCache | None) -> None:
+        both = None
+        if self.shares_norm and read_together(*self.wiring):
+            assert isinstance(self.mlp, MLP)
+            both = ops.norm_project_both(stream, self.wiring[0].lag, self.attention, self.mlp)
+        reads = (None, None) if both is None else tuple(ops.lanes.made(read) for read in both)
         # attention on the second lane, where there are two
-        for lane, block, wiring in zip((1, 0), (self.attention, self.mlp), self.wiring, strict=True):
+        for lane, block, wiring, read in zip((1, 0), (self.attention, self.mlp), self.wiring, reads, strict=True):
             with ops.lanes.on(lane):
-                block(ops, stream, wiring, metadata, cache)
+                block(ops, stream, wiring, metadata, cache, None if read is None else ops.lanes.use(read))
 
 
 class Decoder(nn.Module):

@@ -243,6 +243,10 @@ class ResidualStream:
         return held, 1
 
     @property
+    def rows(self) -> int:
+        return len(self._agreed[0][0].x)
+
+    @property
     def _alone(self) -> bool:
         """A single rank on one lane: what it adds is agreed on at once. (Each lane has an `agreed` of its own.)"""
         return self._comm.size == 1 and self._lanes.count == 1

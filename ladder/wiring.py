@@ -14,8 +14,9 @@ A row of the table is a cycle of such pairs, repeated over the sub-blocks of a r
     ladder       (1 reduce)                 every all-reduce runs while the next sub-block computes
     ladder-N     (N reduce)                 ... while the next N sub-blocks compute
     ladder-A-M   (A reduce, M reduce)       lag A for attention, lag M for the MLP
-    desync-Nx    (0 local) x (N-1), 0 reduce
+    desync-Nx    (0 local) x (N-1), 0 reduce    and the model's last sub-block reduces, wherever in the cycle it is
     desync-Nx-L  (L local) x (N-1), L reduce    ... L all-reduces behind
+    desync-Nx-local, desync-Nx-L-local          the cycle alone: a model that ends within one ends local
     none         (0 local)                  no communication: what one lane could reach, not a model
 
 A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
@@ -24,7 +25,7 @@ A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; 
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
 
@@ -59,21 +60,25 @@ ROWS: dict[str, Row] = {
 _NUMBER = r"(0|[1-9][0-9]{0,3})"
 _LADDER = re.compile(rf"ladder-{_NUMBER}(?:-{_NUMBER})?")
 _PARALLEL = re.compile(rf"parallel-{_NUMBER}")
-_DESYNC = re.compile(rf"desync-([1-9][0-9]{{0,3}})x(?:-{_NUMBER})?")
-_KNOWN = "standard, parallel, parallel-N, ladder, ladder-N, ladder-A-M, desync-Nx, desync-Nx-L, none"
-EXAMPLES = (*ROWS, "parallel-1", "ladder-2", "ladder-1-2", "desync-2x", "desync-2x-1")  # one for each of those
+_DESYNC = re.compile(rf"desync-([1-9][0-9]{{0,3}})x(?:-{_NUMBER})?(-local)?")
+_KNOWN = "standard, parallel, parallel-N, ladder, ladder-N, ladder-A-M, desync-Nx, desync-Nx-L, desync-Nx-local, none"
+# one for each of those
+EXAMPLES = (*ROWS, "parallel-1", "ladder-2", "ladder-1-2", "desync-2x", "desync-2x-1", "desync-3x-local")
 
 
 def canonical(name: str, proposed: Sequence[str] = EXAMPLES) -> str:
     """The one spelling of a row's name (`ladder-1` is `ladder`, `desync-1x` is `standard`); refuses unknown names, with
-    the nearest of those `proposed`.
+    the nearest of those `proposed`. (`desync-2x-local` is `desync-2x`: a layer ends where its cycle does.)
     """
     if name in ROWS:
         return name
     if match := _PARALLEL.fullmatch(name):
         return "parallel" if match[1] == "0" else name
     if match := _DESYNC.fullmatch(name):
-        return canonical(f"ladder-{match[2] or 0}") if match[1] == "1" else name.removesuffix("-0")
+        every, lag, ends = match[1], match[2] or "0", match[3] or ""
+        if every == "1":
+            return canonical(f"ladder-{lag}")
+        return f"desync-{every}x" + (f"-{lag}" if lag != "0" else "") + (ends if every != "2" else "")
     if match := _LADDER.fullmatch(name):
         attention, mlp = match[1], match[2] or match[1]
         if attention != mlp:
@@ -97,10 +102,23 @@ def row(name: str) -> Row:
     return tuple(SubBlock(lag, Out.REDUCE) for lag in lags)
 
 
+def ends_with_reduce(name: str) -> bool:
+    """Whether a model that ends with this row ends with an all-reduce, wherever in its cycle the row is then."""
+    match = _DESYNC.fullmatch(name)
+    return match is not None and match[3] is None
+
+
 def independent(blocks: Sequence[SubBlock]) -> list[bool]:
     """Whether each sub-block may run at the same time as the one before it, whose result it does not read."""
     free = (one.out is Out.HOLD or (one.out is Out.REDUCE and other.lag > 0) for one, other in pairwise(blocks))
     return [False, *free]
+
+
+def read_together(attention: SubBlock, mlp: SubBlock) -> bool:
+    """Whether the MLP of a layer reads the same stream as its attention, which sends nothing. (Where attention sends,
+    as in ladder-0-1 and ladder-1-2, the MLP's first product hides the all-reduce, and must come after it.)
+    """
+    return attention.out is Out.HOLD and mlp.lag >= attention.lag
 
 
 @dataclass(frozen=True)
@@ -183,13 +201,18 @@ class Wiring:
         return any(block.out is Out.LOCAL for layer in self.sub_blocks() for block in layer)
 
     def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:
-        """(attention, MLP) of every layer. A row's cycle starts anew where a run of layers of that row starts."""
+        """(attention, MLP) of every layer. A row's cycle starts anew where a run of layers of that row starts. A run of
+        desync that other layers follow may end within its cycle: the next all-reduce carries what has drifted. At the
+        model's end nothing follows, so its last sub-block reduces.
+        """
         table: list[tuple[SubBlock, SubBlock]] = []
         for name, group in groupby(self.layers):
             cycle = row(name)
             for index in range(len(list(group))):
                 attention, mlp = (cycle[(2 * index + half) % len(cycle)] for half in (0, 1))
                 table.append((attention, mlp))
+        if self.layers and ends_with_reduce(self.layers[-1]):
+            table[-1] = table[-1][0], replace(table[-1][1], out=Out.REDUCE)
         return tuple(table)
 
     def all_reduces(self) -> int:

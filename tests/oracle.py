@@ -58,7 +58,7 @@ def logits(
 def schedule(rows: Sequence[str]) -> list[tuple[int, str]]:
     """(lag, out) of every sub-block, attention and MLP in turn."""
     table: list[tuple[int, str]] = []
-    rows = [name if name.startswith("ladder") else name.removesuffix("-0") for name in rows]  # two names of one row
+    rows = [one_name(name) for name in rows]
     count = 0  # sub-blocks since the run of layers of this row began
     for layer, name in enumerate(rows):
         if layer and rows[layer - 1] != name:
@@ -66,7 +66,16 @@ def schedule(rows: Sequence[str]) -> list[tuple[int, str]]:
         for _ in ("attention", "mlp"):
             table.append(fact(name, count))
             count += 1
+    if rows[-1].startswith("desync") and not rows[-1].endswith("-local"):  # the very last MLP reduces
+        table[-1] = (table[-1][0], "reduce")
     return table
+
+
+def one_name(name: str) -> str:
+    """Of a row's names one: runs of one row may be written with several."""
+    if name.startswith("ladder"):
+        return name
+    return name.replace("-0-local", "-local").removesuffix("-0").replace("desync-2x-local", "desync-2x")
 
 
 def fact(name: str, count: int) -> tuple[int, str]:
@@ -80,7 +89,7 @@ def fact(name: str, count: int) -> tuple[int, str]:
     if kind == "parallel":
         return int(numbers[0]) if numbers else 0, "reduce" if is_mlp else "hold"
     if kind == "desync":
-        every, lag = int(numbers[0].rstrip("x")), int(numbers[1]) if len(numbers) > 1 else 0
+        every, lag = int(numbers[0].rstrip("x")), int(numbers[1]) if numbers[1:] not in ([], ["local"]) else 0
         return lag, "reduce" if (count + 1) % every == 0 else "local"
     assert kind == "ladder"
     if not numbers:

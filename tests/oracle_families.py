@@ -95,6 +95,8 @@ class Checkpoint:
         if family == "falcon" and config.variant in FALCON_NORMS:
             attention, mlp = FALCON_NORMS[config.variant]
             names = (attention, None, mlp, None)
+        if config.shared_norm:
+            names = (*names[:2], names[0], names[3])
         has_qk_norm = self.habits.qk_norm is not None
         router, experts = self.mlps(prefix, number)
         q, k, v = self.heads(prefix)

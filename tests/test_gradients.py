@@ -33,16 +33,18 @@ LIMIT = 120.0  # seconds, for processes that would otherwise hang
 LAYERS = 4
 TOLERANCE = backward(LAYERS, 32, 6, torch.float64)  # of gradients of magnitude one
 SAME = ("standard", "parallel", "parallel-1", "ladder", "ladder-2", "ladder-1-2", "standard:2 ladder:2")
-DRIFTING = ("desync-2x", "desync-2x-1", "desync-4x", "desync-3x", "desync-2x:2 ladder:2", "none")
+DRIFTING = ("desync-2x", "desync-2x-1", "desync-4x", "desync-3x", "desync-3x-local", "desync-2x:2 ladder:2", "none")
 # each with what is replicated in its own way: one key/value head for two ranks, norms of queries and keys, biases
 HABITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one_kv_head": {"kv_heads": 1, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "qk_norm": {"family": "qwen3", "kv_heads": 1},
     "tied": {"tied": True},
+    "one_norm": {"shared_norm": True},
 }
 CASES = [(habit, text) for text in (*SAME, *DRIFTING) for habit in HABITS if habit == "plain" or text in
          ("ladder", "desync-2x")]  # fmt: skip
+CASES += [("one_norm", text) for text in ("parallel", "desync-3x")]
 RATE = 0.1  # of the step
 
 Named = dict[str, Tensor]
@@ -183,7 +185,8 @@ def test_a_step_leaves_copies_the_same(results: list[Any], case: tuple[str, str]
     first, second = (found[case] for found in results)
     shared = [name for name, place in first["places"].items() if second["places"].get(name) == place]
     kinds = {name.split(".")[-2] for name in shared}
-    assert kinds >= {"input_layernorm", "post_attention_layernorm", "norm"}
+    assert kinds >= {"input_layernorm", "norm"}
+    assert ("post_attention_layernorm" in kinds) == (not config.shared_norm)
     assert ("k_proj" in kinds) == (config.kv_heads == 1) and ("q_norm" in kinds) == bool(config.family_row.qk_norm)
     for name in shared:
         assert torch.equal(first["after"][name], second["after"][name]), name

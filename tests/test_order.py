@@ -24,11 +24,14 @@ SCHEDULES = {
     "ladder-1-2": "S0 W0  C1 S1  C2 S2 W1  C3 S3  C4 S4 W2 W3 W4",
     "ladder-2-1": "S0 W0  C1 S1  C2 S2  C3 S3 W1 W2  C4 S4 W3 W4",
     "desync-2x": "S0 W0  C1  C2 S1 W1  C3  C4 S2 W2",
-    "desync-3x": "S0 W0  C1  C2  C3 S1 W1  C4",
+    "desync-3x": "S0 W0  C1  C2  C3 S1 W1  C4 S2 W2",
+    "desync-3x-local": "S0 W0  C1  C2  C3 S1 W1  C4",
     "desync-4x": "S0 W0  C1  C2  C3  C4 S1 W1",
-    "desync-5x": "S0 W0  C1  C2  C3  C4",
+    "desync-5x": "S0 W0  C1  C2  C3  C4 S1 W1",
+    "desync-5x-local": "S0 W0  C1  C2  C3  C4",
     "desync-2x-1": "S0 W0  C1  C2 S1  C3  C4 S2 W1  W2",
-    "desync-3x-1": "S0 W0  C1  C2  C3 S1  C4  W1",
+    "desync-3x-1": "S0 W0  C1  C2  C3 S1  C4 S2 W1  W2",
+    "desync-3x-1-local": "S0 W0  C1  C2  C3 S1  C4  W1",
     "none": "S0 W0  C1  C2  C3  C4",
     # seams
     "standard:1 ladder:1": "S0 W0  C1 S1 W1  C2 S2  C3 S3 W2  C4 S4 W3 W4",
@@ -38,7 +41,8 @@ SCHEDULES = {
     "desync-2x:1 ladder:1": "S0 W0  C1  C2 S1  C3 S2 W1  C4 S3 W2 W3",
     "ladder:1 desync-2x:1": "S0 W0  C1 S1  C2 S2 W1 W2  C3  C4 S3 W3",
     "desync-3x:1 desync-2x:1": "S0 W0  C1  C2  C3  C4 S1 W1",
-    "standard:1 desync-3x:2": "S0 W0  C1 S1 W1  C2 S2 W2  C3  C4  C5 S3 W3  C6",
+    "standard:1 desync-3x:2": "S0 W0  C1 S1 W1  C2 S2 W2  C3  C4  C5 S3 W3  C6 S4 W4",
+    "desync-3x:1 ladder:1": "S0 W0  C1  C2  C3 S1  C4 S2 W1  W2",  # the run ends with drift: others follow
     "ladder:1 none:1": "S0 W0  C1 S1  C2 S2 W1 W2  C3  C4",
     "none:1 ladder:1": "S0 W0  C1  C2  C3 S1  C4 S2 W1  W2",
     # a second layer of each kind, where the lags have settled
@@ -52,9 +56,9 @@ SCHEDULES = {
 
 ALL_REDUCES_OF_SIX_LAYERS = {
     **dict.fromkeys(("standard", "ladder", "ladder-2", "ladder-1-2", "ladder-0-1", "desync-1x", "desync-1x-2"), 12),
-    **{"parallel-1": 6, "parallel-7": 6, "desync-2x-1": 6, "desync-5x-3": 2},
-    **{"parallel": 6, "desync-2x": 6, "desync-3x": 4, "desync-4x": 3, "desync-5x": 2, "desync-12x": 1, "none": 0},
-    **{"parallel:3 ladder:3": 9, "none:3 standard:3": 6, "desync-4x:3 desync-5x:3": 2},
+    **{"parallel-1": 6, "parallel-7": 6, "desync-2x-1": 6, "desync-5x-3": 3, "desync-5x-3-local": 2},
+    **{"parallel": 6, "desync-2x": 6, "desync-3x": 4, "desync-4x": 3, "desync-5x": 3, "desync-12x": 1, "none": 0},
+    **{"parallel:3 ladder:3": 9, "none:3 standard:3": 6, "desync-4x:3 desync-5x:3": 3, "desync-5x:3 desync-4x:3": 3},
 }
 
 

@@ -25,6 +25,7 @@ WIRINGS = (
     *("standard", "parallel", "ladder", "ladder-2", "ladder-3", "ladder-1-2", "ladder-2-1", "ladder-0-1"),
     *("parallel-1", "parallel-2", "desync-2x", "desync-3x", "desync-4x", "desync-5x"),
     *("desync-2x-1", "desync-2x-2", "desync-3x-1", "none"),
+    *("desync-3x-local", "desync-5x-1-local"),
 )
 SAME_AT_EVERY_DEGREE = ("standard", "parallel", "parallel-1", "ladder", "ladder-2", "ladder-1-2")
 
@@ -213,6 +214,7 @@ rows_of_the_table = st.one_of(
     st.builds("parallel-{}".format, lags),
     st.builds("desync-{}x".format, st.integers(1, 7)),
     st.builds("desync-{}x-{}".format, st.integers(1, 7), lags),
+    st.builds("desync-{}x-{}-local".format, st.integers(1, 7), lags),
 )
 # few different rows, so that runs of several layers are common
 patterns = st.lists(rows_of_the_table, min_size=1, max_size=3).flatmap(

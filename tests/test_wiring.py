@@ -1,5 +1,7 @@
 """Wirings as text and as a table."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +26,9 @@ TABLE = {
     "desync-2x": ([(0, LOCAL, 0, REDUCE), (0, LOCAL, 0, REDUCE), (0, LOCAL, 0, REDUCE)], 12),
     "desync-3x": ([(0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL), (0, LOCAL, 0, REDUCE)], 8),
     "desync-4x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, REDUCE), (0, LOCAL, 0, LOCAL)], 6),
-    "desync-5x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL)], 4),
+    "desync-5x": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL)], 5),
+    "desync-5x-local": ([(0, LOCAL, 0, LOCAL), (0, LOCAL, 0, LOCAL), (0, REDUCE, 0, LOCAL)], 4),
+    "desync-5x-2-local": ([(2, LOCAL, 2, LOCAL), (2, LOCAL, 2, LOCAL), (2, REDUCE, 2, LOCAL)], 4),
     "parallel-1": ([(1, HOLD, 1, REDUCE), (1, HOLD, 1, REDUCE), (1, HOLD, 1, REDUCE)], 12),
     "parallel-3": ([(3, HOLD, 3, REDUCE), (3, HOLD, 3, REDUCE), (3, HOLD, 3, REDUCE)], 12),
     "desync-2x-1": ([(1, LOCAL, 1, REDUCE), (1, LOCAL, 1, REDUCE), (1, LOCAL, 1, REDUCE)], 12),
@@ -60,6 +64,10 @@ REFUSED = {  # for six layers: the text, and what the message names
     "desync-2x-x": "'desync-2x-x'",
     "desync-2x-1-1": "'desync-2x-1-1'",
     "desync-2x-99999": "'desync-2x-99999'",
+    "desync-3x-locally": "'desync-3x-locally'",
+    "desync-3x-local-1": "'desync-3x-local-1'",
+    "desync-local": "'desync-local'",
+    "ladder-2-local": "'ladder-2-local'",
     "parallel-": "'parallel-'",
     "parallel-01": "'parallel-01'",
     "parallel-1-2": "'parallel-1-2'",
@@ -104,6 +112,8 @@ names = st.one_of(
     st.builds("parallel-{}".format, lags),
     st.builds("desync-{}x".format, st.integers(1, 12)),
     st.builds("desync-{}x-{}".format, st.integers(1, 12), lags),
+    st.builds("desync-{}x-local".format, st.integers(1, 12)),
+    st.builds("desync-{}x-{}-local".format, st.integers(1, 12), lags),
 )
 
 
@@ -128,10 +138,35 @@ def test_what_may_run_beside_the_one_before_it(pattern: str, expected: str) -> N
 
 
 def test_a_cycle_starts_anew_with_its_run() -> None:
-    wiring = Wiring.parse("desync-3x:2 ladder:2 desync-3x:2", 6)
+    wiring = Wiring.parse("desync-3x:2 ladder:2 desync-3x-local:2", 6)
     run = [(SubBlock(0, LOCAL), SubBlock(0, LOCAL)), (SubBlock(0, REDUCE), SubBlock(0, LOCAL))]
     assert list(wiring.sub_blocks()) == [*run, *[(SubBlock(1, REDUCE),) * 2] * 2, *run]
     assert Wiring.parse("desync-3x:1 desync-3x:3", 4) == Wiring.parse("desync-3x", 4)
+
+
+@pytest.mark.parametrize("layers, pattern, local, outs", [
+    (2, "desync-3x", "desync-3x-local", "llr l"), (2, "desync-5x-1", "desync-5x-1-local", "llll"),
+    (3, "desync-4x", "desync-4x-local", "lllr ll"), (1, "desync-9x", "desync-9x-local", "ll"),
+    (3, "ladder:2 desync-3x:1", "ladder:2 desync-3x-local:1", "rrrr ll"),
+])  # fmt: skip
+def test_the_last_sub_block_of_desync_reduces(layers: int, pattern: str, local: str, outs: str) -> None:
+    """As the authors' last MLP does; `-local` is the cycle alone. Both have the lags of the row."""
+    letters, full = outs.replace(" ", ""), {"l": LOCAL, "r": REDUCE}
+    ended, ends = (
+        [block for layer in Wiring.parse(text, layers).sub_blocks() for block in layer] for text in (local, pattern)
+    )
+    assert [block.out for block in ended] == [full[letter] for letter in letters]
+    assert [block.out for block in ends] == [full[letter] for letter in letters[:-1]] + [REDUCE]
+    assert [block.lag for block in ended] == [block.lag for block in ends]
+
+
+@pytest.mark.parametrize("layers, pattern", [
+    (2, "desync-4x"), (3, "desync-3x-2"), (3, "desync-2x"),  # a cycle ends where the model does
+    (4, "desync-3x:1 ladder:3"), (4, "desync-3x:3 none:1"),  # others follow, and may end local
+])  # fmt: skip
+def test_other_ends_are_as_the_row_says(layers: int, pattern: str) -> None:
+    local = re.sub(r"(desync[-0-9x]*)", r"\1-local", pattern)
+    assert Wiring.parse(local, layers).sub_blocks() == Wiring.parse(pattern, layers).sub_blocks()
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -150,6 +185,11 @@ def test_patterns(text: str) -> None:
         ("desync-10x", "desync-10x"),
         ("desync-3x-10", "desync-3x-10"),
         ("desync-10x-0", "desync-10x"),
+        ("desync-10x-0-local", "desync-10x-local"),
+        ("desync-3x-10-local", "desync-3x-10-local"),
+        ("desync-2x-local", "desync-2x"),
+        ("desync-2x-3-local", "desync-2x-3"),
+        ("desync-1x-3-local", "ladder-3"),
         ("desync-2x-0", "desync-2x"),
         ("desync-2x-1", "desync-2x-1"),
         ("ladder-0", "standard"),

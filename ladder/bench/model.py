@@ -39,9 +39,11 @@ class Case:
     batch: int = 1
     layers: int | None = None
     weights: str = "bf16"  # the format of the layers' matrices
+    shared_norm: bool = False  # one norm a layer
 
     def config(self) -> ModelConfig:
-        config = replace(ModelConfig.named(self.size), weights=named_format(self.weights))
+        named = ModelConfig.named(self.size)
+        config = replace(named, weights=named_format(self.weights), shared_norm=self.shared_norm)
         return config if self.layers is None else config.first(self.layers)
 
 
@@ -106,7 +108,8 @@ def watch_sub_blocks(model: Decoder, begin: Callable[[str], None], end: Callable
             block, name = layer.get_submodule(module), f"{kind} {number}"
             if block not in hooks:
                 norm = block.norm  # called when the stream has been read
-                first = norm if isinstance(norm, nn.Module) else block
+                shared = layer.attention.norm is layer.mlp.norm  # then it does not say whose it is
+                first = norm if isinstance(norm, nn.Module) and not shared else block
                 before = first.register_forward_pre_hook(lambda *_, name=name: begin(name))
                 after = block.register_forward_hook(lambda *_, name=name: end(name))
                 hooks[block] = [before, after]

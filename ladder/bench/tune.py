@@ -47,18 +47,26 @@ class RecordingTable(Table):
 
 
 def tune(
-    size: str, tp: int, batches: tuple[int, ...], device: torch.device, lanes: int = 1, weights: str = "bf16"
+    size: str,
+    tp: int,
+    batches: tuple[int, ...],
+    device: torch.device,
+    lanes: int = 1,
+    weights: str = "bf16",
+    shared_norm: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Lines of a table for one rank of a model: for every kernel of a step, what made the whole step fastest; on two
-    lanes also where its all-reduces set flags.
+    lanes also where its all-reduces set flags. `shared_norm`: of parallel layers with one norm, where QKV and gate/up
+    may be one product.
 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
-    case = Case(size, tp, layers=LAYERS, weights=weights)
+    case = Case(size, tp, layers=LAYERS, weights=weights, shared_norm=shared_norm)
     model = random_model(case, OneRank(tp) if tp > 1 else Solo(), device)
+    wiring = ("parallel" if lanes == 1 else "parallel-1") if shared_norm else ("none" if lanes == 1 else "ladder")
     links = (None, LINKS[LINK]) if lanes > 1 and tp > 1 else (None,)
     for batch, link in product(batches, links):
-        configure(model, "none" if lanes == 1 else "ladder", link)
+        configure(model, wiring, link)
         cache = model.new_cache(batch + 1, CONTEXT + 64)
         chip = torch.cuda.get_device_name(device)
         table = RecordingTable(chip, Table.of(chip).rows)
@@ -73,7 +81,7 @@ def tune(
         before, expected = timed()
         best = before
         kept: dict[Shape, Config] = {}
-        for shape in list(table.shapes):
+        for shape in sorted(table.shapes, key=lambda shape: shape.kernel == "both"):  # when two products are tuned
             kept[shape] = table[shape]
             for config in candidates(shape, table[replace(shape, lanes=1, flags=False)]):
                 if config == kept[shape]:
@@ -90,13 +98,19 @@ def tune(
                     best, kept[shape] = found, config
             table.rows[shape] = kept[shape]
         found_for = {"tuned": size, "tp": tp, "batch": batch, "lanes": lanes, "flags": bool(link), "layers": LAYERS}
-        found_for["weights"] = weights
+        found_for |= {"weights": weights, "shared_norm": shared_norm}
         yield {**found_for, "ms_before": before, "ms": best, "chip": chip}
         yield from Table(chip, kept).lines()
 
 
 def tuned(
-    out: Path, size: str, tp: int, batches: tuple[int, ...], lanes: int = 1, weights: str = "bf16"
+    out: Path,
+    size: str,
+    tp: int,
+    batches: tuple[int, ...],
+    lanes: int = 1,
+    weights: str = "bf16",
+    shared_norm: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Tune, and write `out`: its lines, with what was found instead of its lines of the same shapes."""
     named_format(weights)
@@ -115,7 +129,7 @@ def tuned(
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     table = {_shape(json.loads(line)): line for line in lines}
     with torch.inference_mode():
-        for found in tune(size, tp, batches, device, lanes, weights):
+        for found in tune(size, tp, batches, device, lanes, weights, shared_norm):
             if "config" in found:
                 table[_shape(found)] = json.dumps(found)
             else:

@@ -83,6 +83,7 @@ class TuneOptions:
     batch: tuple[int, ...] = option((1, 4, 16, 64), "Sequences at a time, up to 64 (may be given several times).")
     lanes: int = option(1, "Lanes that kernels run on at the same time: 1 or 2.")
     weights: str = option("bf16", "The format of the layers' matrices, as in `ladder plan --weights`.")
+    shared_norm: bool = option(False, "Of parallel layers with one norm, whose QKV and gate/up may be one product.")
 
 
 @verb(TuneOptions)
@@ -90,7 +91,8 @@ def tune(options: TuneOptions) -> None:
     """Find the configurations of our kernels that suit this GPU, for one rank of a model."""
     from ladder.bench.tune import tuned
 
-    for line in tuned(options.out, options.size, options.tp, options.batch, options.lanes, options.weights):
+    own = options.lanes, options.weights, options.shared_norm
+    for line in tuned(options.out, options.size, options.tp, options.batch, *own):
         typer.echo(json.dumps(line))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ladder.config.families import FAMILIES, Family
 from ladder.config.fields import read_config, read_json, token_ids, whole_number
-from ladder.config.lock import locked, ranks_of, unlocked, wiring_of
+from ladder.config.lock import locked, ranks_of, shared_norm_of, unlocked, wiring_of
 from ladder.config.model import LARGEST, Experts, ModelConfig
 from ladder.config.quantization import read_quantization
 from ladder.config.rope import Rope
@@ -94,6 +94,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         experts=_experts(raw, family, keys, layers),
         parallel=parallel,
         variant=variant,
+        shared_norm=shared_norm_of(raw),
         **{ours: _number(raw, keys[ours], usual) for ours, usual in SCALES.items() if ours in keys},  # type: ignore[arg-type]
         bos=raw.get("bos_token_id"),
         eos=token_ids(raw.get("eos_token_id")),
@@ -234,7 +235,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     if config.rope.kind == "longrope":
         raw["original_max_position_embeddings"] = config.rope.original_context
         raw["max_position_embeddings"] = int(config.rope.original_context * config.rope.factor)
-    if not config.wiring.is_standard:
+    if config.shared_norm:
+        raw["shared_norm"] = True
+    if config.shared_norm or not config.wiring.is_standard:
         raw = locked({**raw, "wiring": str(config.wiring)})
         if config.ranks > 1:
             raw["wiring_ranks"] = config.ranks

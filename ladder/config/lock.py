@@ -71,3 +71,11 @@ def wiring_of(raw: Mapping[str, Any], layers: int) -> Wiring:
     if text is not None and paper is not None:
         raise LadderError("both 'wiring' and 'ladder_layers' are given: keep one")
     return Wiring.from_ladder_layers(paper, layers) if text is None else Wiring.parse(str(text), layers)
+
+
+def shared_norm_of(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that a layer has one norm, which attention and MLP both read through."""
+    shared = raw.get("shared_norm")
+    if not isinstance(shared, bool | None):
+        raise LadderError(f"shared_norm must be true or false, not {str(shared)[:80]!r}")
+    return shared is True

@@ -60,6 +60,7 @@ class ModelConfig:
     experts: Experts | None = None
     parallel: bool = False  # whether `standard` means that attention and MLP read the same stream
     variant: str = ""  # of the family's names
+    shared_norm: bool = False  # a layer's MLP reads through the attention's norm, and has none of its own
     attention_scale: float | None = None  # scores are q k times this; None: 1 / sqrt(query_scalar)
     query_scalar: float | None = None  # None: head_dim
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
@@ -103,6 +104,8 @@ class ModelConfig:
         self._fill("windows", (None,) * self.layers, ())
         self._fill("wiring", Wiring(("standard",) * self.layers), Wiring(()))
         self._fill("variant", next(iter(FAMILIES[self.family].variants), ""), "")
+        if self.shared_norm:
+            self._check_shared_norm()
         if self.activation not in ACTIVATIONS:
             raise LadderError(f"activation {self.activation!r} is not supported: known are {', '.join(ACTIVATIONS)}")
         for window in self.windows:
@@ -111,6 +114,10 @@ class ModelConfig:
         for name, length in (("wiring", len(self.wiring.layers)), ("windows", len(self.windows))):
             if length != self.layers:
                 raise LadderError(f"{name} is for {length} layers, the model has {self.layers}")
+
+    def _check_shared_norm(self) -> None:
+        if self.family_row.variants or None in (self.family_row.names.attention_norm, self.family_row.names.mlp_norm):
+            raise LadderError(f"shared_norm is not for {self.family}: it is for families with a norm before each block")
 
     def _fill(self, name: str, default: Any, empty: Any) -> None:
         if getattr(self, name) == empty:
@@ -124,7 +131,8 @@ class ModelConfig:
     @property
     def names(self) -> Names:
         """Where the family's checkpoints keep each tensor."""
-        return self.family_row.variants[self.variant] if self.family_row.variants else self.family_row.names
+        names = self.family_row.variants[self.variant] if self.family_row.variants else self.family_row.names
+        return replace(names, mlp_norm=names.attention_norm) if self.shared_norm else names
 
     @property
     def scale(self) -> float:

@@ -23,7 +23,7 @@ from ladder.checkpoint import INDEX, SINGLE, weight_files
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.config.fields import read_config
 from ladder.config.hf import KEYS
-from ladder.config.lock import locked, unlocked, wiring_of
+from ladder.config.lock import locked, shared_norm_of, unlocked, wiring_of
 from ladder.config.quantization import READERS
 from ladder.errors import LadderError, check_known
 from ladder.files import check_new, new_folder, writable
@@ -86,7 +86,7 @@ def _convert(
                 done += count
                 if progress is not None:
                     progress(done, total, "copying")
-        text = json.dumps(plain if wiring.is_standard else locked(plain), indent=2, sort_keys=True) + "\n"
+        text = json.dumps(locked(plain) if "wiring" in plain else plain, indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         method, kind = quantizer_of(plain), plain["model_type"]
         native = kind in NATIVE and (method is None or method in READERS)
@@ -121,7 +121,9 @@ def _copy(old: Path, new: Path) -> Iterator[int]:
 
 
 def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], Wiring]:
-    """A config.json's content with another wiring, plain, and that wiring; refuses what cannot be wired."""
+    """A config.json's content with another wiring, plain, and that wiring; refuses what cannot be wired. It has the
+    key `wiring` where it must be locked.
+    """
     raw = unlocked(raw)
     model_type = str(raw.get("model_type"))
     layout_of(model_type)
@@ -144,7 +146,8 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
         gone += ["staleness", "wiring_ranks"]  # of the wiring that was
     plain = {key: value for key, value in raw.items() if key not in gone}
     plain.setdefault("vocab_size", config.vocab_size)
-    return (plain if wiring.is_standard else {**plain, "wiring": str(wiring)}), wiring
+    lock = shared_norm_of(raw) or not wiring.is_standard
+    return ({**plain, "wiring": str(wiring)} if lock else plain), wiring
 
 
 def _check_activation(config: Any) -> None:

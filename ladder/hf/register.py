@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, unlocked, wiring_of
+from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, shared_norm_of, unlocked, wiring_of
 from ladder.hf.families import LAYOUTS, layout_of
 from ladder.hf.wire import wire_layers
 from ladder.wiring import Wiring
@@ -87,12 +87,12 @@ def _restored(own: Any, values: dict[str, Any]) -> Any:
 
 
 def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], ranks: int = 1) -> None:
-    """Write a wiring into a model's config; the standard one leaves a plain config."""
+    """Write a wiring into a model's config; the standard one leaves a plain config, unless layers have one norm."""
     own: Any = config.own_class() if isinstance(config, WiredConfig) else type(config)
     for key in ("wiring", "ladder_layers", "staleness", "wiring_ranks"):
         vars(config).pop(key, None)
     config.__class__ = own
-    if not wiring.is_standard:
+    if not wiring.is_standard or shared_norm_of(vars(config)):
         config.__class__ = wired_config(own)
         config.wiring = str(wiring)
         if staleness != 1.0:
@@ -127,7 +127,7 @@ def wire_as_configured(model: Any) -> None:
     """Wire a model that has just been made, if its config names a wiring: ours, or the paper's `ladder_layers`."""
     config = model.config
     named = vars(config)
-    if named.get("wiring") is None and named.get("ladder_layers") is None:
+    if named.get("wiring") is None and named.get("ladder_layers") is None and not shared_norm_of(named):
         return
     if config.model_type in LAYOUTS and hasattr(model.base_model, LAYOUTS[config.model_type].layers):
         wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)

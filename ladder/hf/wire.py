@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ladder.config.lock import shared_norm_of
 from ladder.errors import LadderError
-from ladder.hf.families import LAYOUTS, is_parallel, layout_of
+from ladder.hf.families import LAYOUTS, LayerLayout, is_parallel, layout_of
 from ladder.hf.layer import LayerSpec, RankSlice, RankSlices, WiredLayer, set_layer_staleness, unwrap_states, wire_layer
 from ladder.wiring import ROWS, Out, SubBlock, Wiring
 
@@ -16,6 +18,8 @@ def wire_layers(model: Any, wiring: Wiring, staleness: float | Sequence[float] =
     """Wire every layer, as `ranks` ranks would compute it. No tensor changes."""
     config = model.config
     layout = layout_of(config.model_type)
+    if shared_norm_of(vars(config)):
+        layout = sharing_norm(layout, config.model_type)
     refuse_settings(config)
     layers = layers_of(model)
     if len(wiring.layers) != len(layers):
@@ -30,10 +34,19 @@ def wire_layers(model: Any, wiring: Wiring, staleness: float | Sequence[float] =
         model.base_model.register_forward_hook(unwrap_states)
     born = ROWS["parallel"] if is_parallel(config) else None
     for index, (name, layer, rows) in enumerate(zip(wiring.layers, layers, wiring.sub_blocks(), strict=True)):
+        for norm in set(layout_of(config.model_type).mlp.before) - set(layout.mlp.before):
+            layer._modules.pop(norm, None)  # its config.json has no such norm
         if born is not None and name == "standard":
             rows = (born[0], born[1])
         wire_layer(layer, LayerSpec.of(layer, layout, rows, index, config, ranks, slices[index]))
     set_layers_staleness(model, staleness)
+
+
+def sharing_norm(layout: LayerLayout, model_type: str) -> LayerLayout:
+    """The layout where a layer's MLP reads through the attention's norm, and has none of its own."""
+    if len(layout.attention.before) != 1 or len(layout.mlp.before) != 1:
+        raise LadderError(f"shared_norm is not for {model_type}: it is for families with a norm before each block")
+    return replace(layout, mlp=replace(layout.mlp, before=layout.attention.before))
 
 
 def refuse_ranks(config: Any, ranks: int) -> None:

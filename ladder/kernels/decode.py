@@ -14,9 +14,10 @@ from ladder.layers.attention import Attention
 from ladder.layers.cache import KVCache, Metadata
 from ladder.layers.embedding import Embedding, Head
 from ladder.layers.experts import ExpertMLP
+from ladder.layers.mlp import MLP
 from ladder.layers.norm import Norm
 from ladder.layers.rope import RopeTable
-from ladder.layers.weight import Weight
+from ladder.layers.weight import Weight, as_one
 from ladder.residual import Post, ResidualStream, Terms
 from ladder.wiring import Out
 
@@ -88,6 +89,19 @@ class Decode(FusedReader):
         y, total = self.launch.norm_project(self.source(terms), norm, weight, kind, activation, gated)
         stream.end_read(terms, total)
         return y if kind == "qkv" else y[0]
+
+    def norm_project_both(
+        self, stream: ResidualStream, lag: int, attention: Attention, mlp: MLP
+    ) -> tuple[Tensor, Tensor] | None:
+        both = as_one(attention.qkv_proj, mlp.up_proj)
+        if both is None or not self.launch.takes_both(both, stream.rows, mlp.gated):
+            return None
+        terms = stream.begin_read(lag)
+        qkv, y, total = self.launch.norm_project_both(
+            self.source(terms), attention.norm, both, mlp.activation, mlp.gated
+        )
+        stream.end_read(terms, total)
+        return qkv.unsqueeze(0), y
 
     def attend(
         self, stream: ResidualStream, block: Attention, qkv: Tensor, metadata: Metadata, cache: KVCache | None

@@ -11,6 +11,7 @@ from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
 from ladder.kernels.attend import Scratch, attend, attend_reference
 from ladder.kernels.attend_prompts import attend_prompts
+from ladder.kernels.both import both_reference, gemv_both, small_gemm_both
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
 from ladder.kernels.experts.router import route
@@ -35,7 +36,7 @@ from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata, PrefillMetadata
 from ladder.layers.experts import ExpertMLP
 from ladder.layers.norm import Norm
-from ladder.layers.weight import Packed, Weight
+from ladder.layers.weight import AsOne, Packed, Weight
 
 OTHER = 8 * 1024  # bytes of shared memory that attention needs beside its blocks
 
@@ -67,6 +68,17 @@ class References:
         x, agreed = self.norm(source, norm)
         y = projected(x, weight, activation, pair, None, 1, 1.0)
         return y.to(dtype or y.dtype).unsqueeze(0), agreed
+
+    def takes_both(self, both: AsOne, rows: int, pair: bool) -> bool:
+        """Whether there is a kernel for two weights at once."""
+        return True
+
+    def norm_project_both(
+        self, source: Source, norm: Norm | None, both: AsOne, activation: str, pair: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """W1 n(x) + bias, f( W2 n(x) + bias ) of the stream x, and what the ranks agree on."""
+        x, agreed = self.norm(source, norm)
+        return *both_reference(x, both, activation, pair), agreed
 
     def project(self, x: Tensor, weight: Weight, plus: Tensor | None, divisor: int, scale: float) -> Tensor:
         """scale (x W^T + bias) + plus / divisor."""
@@ -158,6 +170,26 @@ class Kernels:
         x, agreed = self.norm(source, norm)
         return self._several(x, weight, activation, pair, None, 1, 1.0, dtype, config), agreed
 
+    def takes_both(self, both: AsOne, rows: int, pair: bool) -> bool:
+        return self._config_of_both(both, rows, pair) is not None
+
+    def norm_project_both(
+        self, source: Source, norm: Norm | None, both: AsOne, activation: str, pair: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self._config_of_both(both, len(source.base), pair)
+        if isinstance(config, Gemv):
+            return gemv_both(source, norm, both, activation, pair, config, self.pdl, self.cores)
+        assert isinstance(config, SmallGemm)
+        x, agreed = self.norm(source, norm)
+        return *small_gemm_both(x, both, activation, pair, config, self.pdl), agreed
+
+    def _config_of_both(self, both: AsOne, rows: int, pair: bool) -> Config:
+        if rows > MOST:
+            return None
+        (total, inputs), size = both.matrix.shape, both.matrix.element_size()
+        outputs = both.first + (total - both.first) // (1 + pair)
+        return self.table[Shape("both", _bucket(rows), outputs, inputs, pair, size, self.lanes, self.flags)]
+
     def project(self, x: Tensor, weight: Weight, plus: Tensor | None, divisor: int, scale: float) -> Tensor:
         config, matrix = self._config("row", len(x), weight, False), _matrix(weight)
         if isinstance(config, Gemv) and matrix is not None:
@@ -205,6 +237,7 @@ class Kernels:
         key = (_bucket(batch), block.heads, d, config.splits)
         if key not in self._scratch:  # one kernel after another uses it
             self._scratch[key] = Scratch.of(*key, qkv.device)
+        qkv = qkv.contiguous()  # in prefill they may be parts of longer rows
         return attend(qkv, block, metadata, keys, values, config, self._scratch[key], self.pdl)
 
     def attend_prompts(

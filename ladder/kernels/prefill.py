@@ -14,8 +14,9 @@ from ladder.layers.attention import Attention
 from ladder.layers.cache import KVCache, Metadata, PrefillMetadata
 from ladder.layers.embedding import Embedding, Head
 from ladder.layers.experts import ExpertMLP
+from ladder.layers.mlp import MLP
 from ladder.layers.norm import Norm
-from ladder.layers.weight import Weight
+from ladder.layers.weight import Weight, as_one
 from ladder.residual import ResidualStream
 from ladder.wiring import Out
 
@@ -41,6 +42,15 @@ class Prefill(FusedReader):
     ) -> Tensor:  # fmt: skip
         y = library_product(self.launch, self.norm(stream, lag, norm), weight)
         return y if activation is None else self.launch.activate(y, activation, gated)
+
+    def norm_project_both(
+        self, stream: ResidualStream, lag: int, attention: Attention, mlp: MLP
+    ) -> tuple[Tensor, Tensor] | None:
+        both = as_one(attention.qkv_proj, mlp.up_proj)
+        if both is None:
+            return None
+        y = F.linear(self.norm(stream, lag, attention.norm), both.matrix, both.bias)
+        return y[:, : both.first], self.launch.activate(y[:, both.first :], mlp.activation, mlp.gated)
 
     def attend(
         self, stream: ResidualStream, block: Attention, qkv: Tensor, metadata: Metadata, cache: KVCache | None

@@ -12,7 +12,7 @@ from ladder.layers.rope import rotate
 
 # rows of prompts may begin anywhere behind those that are decoded
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
-def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, keys, values, eps, WIDTH,
+def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, keys, values, eps, WIDTH, STRIDE,
                   HEADS: tl.constexpr, KVHEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   QKNORM: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
@@ -23,8 +23,9 @@ def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, 
     wide = d < D
     here = (h < HEADS + 2 * KVHEADS)[:, None] & wide[None, :]
     line = row.to(tl.int64) * (HEADS + 2 * KVHEADS) * D
-    x = tl.load(qkv + line + h[:, None] * D + d[None, :], mask=here, other=0.0).to(tl.float32)
-    y = tl.load(qkv + line + h[:, None] * D + partner[None, :], mask=here, other=0.0).to(tl.float32)
+    given = qkv + row.to(tl.int64) * STRIDE
+    x = tl.load(given + h[:, None] * D + d[None, :], mask=here, other=0.0).to(tl.float32)
+    y = tl.load(given + h[:, None] * D + partner[None, :], mask=here, other=0.0).to(tl.float32)
     c = tl.load(cos + row * half + d % half, mask=wide, other=0.0)
     s = tl.load(sin + row * half + d % half, mask=wide, other=0.0)
     s = tl.where(d < half, -s, s)
@@ -58,7 +59,7 @@ def head_gains(block: Attention) -> tuple[Tensor | None, Tensor | None, float, i
 
 def rotate_write(qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
     """q, k and v by head, [tokens, heads + 2 kv_heads, d], q and k through their norms by head where there are any, and
-    rotated; k and v go to the cache, too, and are as it holds them.
+    rotated; k and v go to the cache, too, and are as it holds them. Rows of qkv may be parts of longer ones.
     """
     rows, heads = len(qkv), block.heads
     _, kv_heads, d = keys.shape
@@ -66,7 +67,7 @@ def rotate_write(qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor
     q_gain, k_gain, eps, offset = head_gains(block)
     _rotate_write[(rows,)](
         qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, metadata.slots, metadata.positions,
-        metadata.tables, out, keys, values, eps, metadata.tables.shape[1], HEADS=heads, KVHEADS=kv_heads,
+        metadata.tables, out, keys, values, eps, metadata.tables.shape[1], qkv.stride(0), HEADS=heads, KVHEADS=kv_heads,
         HP=triton.next_power_of_2(heads + 2 * kv_heads), D=d, DP=triton.next_power_of_2(d),
         QKNORM=q_gain is not None, OFFSET=offset, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

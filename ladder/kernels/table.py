@@ -9,7 +9,7 @@ from typing import Any
 
 from ladder.errors import LadderError
 
-KERNELS = ("qkv", "gate_up", "row", "head", "attend")
+KERNELS = ("qkv", "gate_up", "both", "row", "head", "attend")
 MOST = 64  # rows that our matrix kernels are made for; the library has the rest
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
 NEAREST, FURTHER = 2048, 4  # positions that attention is configured for: the fewest; how many times as many come next
@@ -54,14 +54,14 @@ class Split:
         return replace(self, positions=max(16, min(self.positions, power_up_to(shared // (line * under_way)))))
 
 
-Config = Gemv | SmallGemm | Split | None  # None: the library's matrix product
+Config = Gemv | SmallGemm | Split | None  # None: the library's matrix product; of both, two products
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a configuration is chosen by."""
 
-    kernel: str  # qkv, gate_up, row (of the weight's two projections back into the stream), head, attend
+    kernel: str  # qkv, gate_up, both of them, row (a layer's two projections back into the stream), head, attend
     batch: int  # the bucket: a power of two
     outputs: int
     inputs: int
@@ -200,6 +200,8 @@ def power_up_to(n: int) -> int:
 
 def rule(shape: Shape) -> Config:
     """A configuration that is never far off: tiles of some 16 to 32 KB, enough of them under way, one wave."""
+    if shape.kernel == "both":  # it takes a measurement to know that one product is faster than two
+        return None
     if shape.kernel == "attend":  # outputs: heads of keys on this rank; inputs: the cache's positions
         share = power_up_to(2 * WAVE // (shape.batch * shape.outputs))  # warps for a sequence's head
         warps = min(4, share)
@@ -262,6 +264,9 @@ def candidates(shape: Shape, alone: Config = None) -> list[Config]:
             found += [replace(alone, stages=s, early=early) for s in (3, 4, 5, 6, 8) for early in (0, 128, 256)]
         elif isinstance(alone, Split):
             found += [replace(alone, stages=s, early=early) for s in (3, 5) for early in (0, 1)]
+        return [config for config in dict.fromkeys(found) if sound(shape, config)]
+    if shape.kernel == "both":
+        found = [None, *candidates(replace(shape, kernel="gate_up"))]
         return [config for config in dict.fromkeys(found) if sound(shape, config)]
     found = [known]
     if isinstance(known, Split):

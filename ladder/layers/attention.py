@@ -51,9 +51,16 @@ class Attention(nn.Module):
             self.k_norm = Norm(prefix + names.k_norm, config.kv_heads * config.head_dim, config, dtype, kv)
 
     def forward(
-        self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
+        self,
+        ops: Ops,
+        stream: ResidualStream,
+        wiring: SubBlock,
+        metadata: Metadata,
+        cache: KVCache | None,
+        read: Tensor | None = None,
     ) -> None:
-        qkv = ops.norm_project(stream, wiring.lag, self.norm, self.qkv_proj, "qkv")
+        """`read`: the product of what it reads, where the MLP's is the same one."""
+        qkv = ops.norm_project(stream, wiring.lag, self.norm, self.qkv_proj, "qkv") if read is None else read
         y = ops.attend(stream, self, qkv, metadata, cache)
         ops.project(stream, wiring.out, y, self.o_proj, self.residual_scale, self.post_norm)
 

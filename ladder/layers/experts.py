@@ -9,7 +9,7 @@ from ladder.config import ModelConfig
 from ladder.layers.activation import activate
 from ladder.layers.cache import KVCache, Metadata
 from ladder.layers.formats import Dense, new_weight
-from ladder.layers.norm import new_norm
+from ladder.layers.norm import Norm, new_norm
 from ladder.layers.ops import Ops
 from ladder.layers.shard import Piece, part
 from ladder.residual import ResidualStream
@@ -25,8 +25,15 @@ class ExpertMLP(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, comm: Comm, dtype: torch.dtype, expert_parallel: bool = False
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: Comm,
+        dtype: torch.dtype,
+        expert_parallel: bool = False,
+        norm: Norm | None = None,
     ) -> None:
+        """`norm`: the attention's, to share it."""
         super().__init__()
         experts = config.experts
         assert experts is not None
@@ -50,12 +57,19 @@ class ExpertMLP(nn.Module):
             down.append(Piece(name, shape, everything, inner, number * hidden))
         self.up_proj = new_weight(config.weights, len(down) * 2 * self.width, hidden, False, dtype, up, len(down))
         self.down_proj = new_weight(config.weights, len(down) * hidden, self.width, False, dtype, down, len(down))
-        self.norm = new_norm(prefix, names.mlp_norm, config, dtype)
+        self.norm = norm or new_norm(prefix, names.mlp_norm, config, dtype)
         self.post_norm = new_norm(prefix, names.mlp_post_norm, config, dtype)
 
     def forward(
-        self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
+        self,
+        ops: Ops,
+        stream: ResidualStream,
+        wiring: SubBlock,
+        metadata: Metadata,
+        cache: KVCache | None,
+        read: Tensor | None = None,
     ) -> None:
+        """`read` is for layers without experts: see `Attention`."""
         ops.experts(stream, wiring.out, self, ops.norm(stream, wiring.lag, self.norm))
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:

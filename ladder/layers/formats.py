@@ -65,6 +65,19 @@ def new_weight(
     return Quantized(storage, outputs, inputs, bias, dtype, pieces, groups)
 
 
+def lay_together(one: StoredWeight, other: StoredWeight) -> bool:
+    """Have two dense weights that are not filled yet lie one behind the other, so that they can be multiplied as one
+    (`as_one`). False: they are not dense, or only one has a bias.
+    """
+    if not isinstance(one, Dense) or not isinstance(other, Dense) or (one.bias is None) != (other.bias is None):
+        return False
+    for first, second in ((one.weight, other.weight), (one.bias, other.bias)):
+        if first is not None and second is not None:
+            both = first.new_empty(len(first) + len(second), *first.shape[1:])
+            first.data, second.data = both[: len(first)], both[len(first) :]
+    return True
+
+
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours in the checkpoint that stay neighbours become one piece."""
     found: list[Piece] = []

@@ -1,7 +1,7 @@
 """The MLP."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ladder.comm.base import Comm
 from ladder.config import ModelConfig
@@ -43,7 +43,16 @@ class MLP(nn.Module):
         self.post_norm = new_norm(prefix, names.mlp_post_norm, config, dtype)
 
     def forward(
-        self, ops: Ops, stream: ResidualStream, wiring: SubBlock, metadata: Metadata, cache: KVCache | None
+        self,
+        ops: Ops,
+        stream: ResidualStream,
+        wiring: SubBlock,
+        metadata: Metadata,
+        cache: KVCache | None,
+        read: Tensor | None = None,
     ) -> None:
-        y = ops.norm_project(stream, wiring.lag, self.norm, self.up_proj, "gate_up", self.activation, self.gated)
+        """`read`: the product of what it reads, where the attention's is the same one."""
+        y = read
+        if y is None:
+            y = ops.norm_project(stream, wiring.lag, self.norm, self.up_proj, "gate_up", self.activation, self.gated)
         ops.project(stream, wiring.out, y, self.down_proj, self.residual_scale, self.post_norm)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ladder.layers.attention import Attention
     from ladder.layers.embedding import Embedding, Head
     from ladder.layers.experts import ExpertMLP
+    from ladder.layers.mlp import MLP
 
 
 class Ops(Protocol):
@@ -46,6 +47,14 @@ class Ops(Protocol):
         gated: bool = False,
     ) -> Tensor:
         """activation( norm(stream) W^T + b ). `kind`: qkv or gate_up; the result of a `qkv` is for `attend` alone."""
+        ...
+
+    def norm_project_both(
+        self, stream: ResidualStream, lag: int, attention: "Attention", mlp: "MLP"
+    ) -> tuple[Tensor, Tensor] | None:
+        """`norm_project` of both sub-blocks of a layer in one product, where they read the same stream through the same
+        norm; None: this backend, or weights that are stored like this, have one product for each.
+        """
         ...
 
     def attend(
@@ -94,6 +103,9 @@ class Plain:
     ) -> Tensor:
         y = weight.multiply(self.norm(stream, lag, norm))
         return y if activation is None else activate(y, activation, gated)
+
+    def norm_project_both(self, stream: ResidualStream, lag: int, attention: "Attention", mlp: "MLP") -> None:
+        return None  # the reference implementation has two products
 
     def attend(
         self, stream: ResidualStream, block: "Attention", qkv: Tensor, metadata: Metadata, cache: KVCache | None

@@ -58,6 +58,36 @@ class Weight(Protocol):
     def bias(self) -> Tensor | None: ...
 
 
+@dataclass(frozen=True)
+class AsOne:
+    """Two dense matrices with the same inputs as one: the first has `first` rows of it."""
+
+    matrix: Tensor
+    bias: Tensor | None
+    first: int
+
+
+def as_one(one: Weight, other: Weight) -> AsOne | None:
+    """Two weights that lie one behind the other in memory (`formats.lay_together`), and so do their biases; None: they
+    do not.
+    """
+    if one.dense is None or other.dense is None or (one.bias is None) != (other.bias is None):
+        return None
+    matrix = _behind(one.dense, other.dense)
+    bias = None if one.bias is None or other.bias is None else _behind(one.bias, other.bias)
+    if matrix is None or (one.bias is not None and bias is None):
+        return None
+    return AsOne(matrix, bias, len(one.dense))
+
+
+def _behind(one: Tensor, other: Tensor) -> Tensor | None:
+    """Both as one tensor, if the second begins where the first ends."""
+    end = one.data_ptr() + one.numel() * one.element_size()
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or end != other.data_ptr():
+        return None
+    return one.detach().as_strided((len(one) + len(other), *one.shape[1:]), one.stride())
+
+
 class StoredWeight(nn.Module, ABC):
     """One rank's share of a matrix in some storage format: what all formats have. They keep the protocol `Weight`."""
 

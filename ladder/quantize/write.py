@@ -68,7 +68,7 @@ def quantize(
     wiring, plain = config.wiring, {key: value for key, value in raw.items() if key != "auto_map"}  # no code is copied
     if pattern is not None:
         plain, wiring = rewired(raw, pattern)
-        plain = plain if wiring.is_standard else locked(plain)
+        plain = locked(plain) if "wiring" in plain else plain
     tensors = entries(source)
     plan: dict[str, Spec] = {}
     for name, entry in tensors.items():

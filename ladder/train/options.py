@@ -191,6 +191,7 @@ class ScratchOptions:
     recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given override it.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'.")
     ranks: int = option(1, "TP degree that a desync wiring is trained for, by emulated ranks.")
+    shared_norm: bool = option(False, "One norm a layer, which attention and MLP both read through, as in PaLM.")
     tp: int = option(1, "Under torchrun: ranks that share one model, the native decoder; the rest is data parallel.")
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
 from ladder.config import ModelConfig
+from ladder.config.lock import unlocked
 from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
@@ -39,7 +40,7 @@ def train(
     folder.check(options.out, wanted)
     shards = Shards.open(training.data)
     wiring = Wiring.parse(options.wiring, config.layers)
-    config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,))
+    config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,), shared_norm=options.shared_norm)
     if training.seq_len > config.context:
         raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
@@ -101,5 +102,5 @@ def new_model(config: ModelConfig) -> Any:
 
 def hf_config(config: ModelConfig) -> LlamaConfig:
     """transformers' config of the same model, its weights drawn with a standard deviation of 0.02."""
-    raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype")}
-    return LlamaConfig(**raw)
+    raw = unlocked(config.to_hf())
+    return LlamaConfig(**{key: raw[key] for key in raw if key not in ("architectures", "model_type", "dtype")})

@@ -23,10 +23,17 @@ def shard_views(model: Decoder, tensors: Mapping[nn.Parameter, Tensor]) -> Itera
     """This rank's shards, each with its part, a view, of the tensor that belongs to its parameter: a gradient, or a
     copy in another dtype. Parameters without such a tensor are left out.
     """
-    owners = {parameter.untyped_storage().data_ptr(): parameter for parameter in tensors}
+    owners: dict[int, list[nn.Parameter]] = defaultdict(list)  # by their memory, which may be of two (`lay_together`)
+    for each in tensors:
+        owners[each.untyped_storage().data_ptr()].append(each)
     for shard in model.shards():
         target = shard.target
-        parameter = owners.get(target.untyped_storage().data_ptr())
+        inside = (
+            each
+            for each in owners[target.untyped_storage().data_ptr()]
+            if each.storage_offset() <= target.storage_offset() < each.storage_offset() + each.numel()
+        )
+        parameter = next(inside, None)
         if parameter is None:
             continue
         tensor = tensors[parameter]
