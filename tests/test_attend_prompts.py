@@ -11,7 +11,7 @@ from ladder.config import ModelConfig
 from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
 from ladder.kernels import launch
-from ladder.kernels.attend_prompts import attend_prompts
+from ladder.kernels.attention.attend_prompts import attend_prompts
 from ladder.kernels.launch import Kernels, References
 from ladder.kernels.table import SHARED, Table
 from ladder.layers.attention import Attention

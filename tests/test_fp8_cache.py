@@ -29,9 +29,9 @@ from ladder.engine.scheduler import ScheduledBatch
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
-from ladder.kernels.attend import Scratch, attend, attend_reference
+from ladder.kernels.attention.attend import Scratch, attend, attend_reference
+from ladder.kernels.attention.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.launch import References
-from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.table import Split
 from ladder.layers.attention import Attention
 from ladder.layers.cache import BLOCK, FP8, RESERVED, KVCache, Metadata, read, write

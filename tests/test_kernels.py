@@ -23,12 +23,12 @@ from ladder.config import ModelConfig, Rope
 from ladder.jit import PRESENT
 from ladder.kernels import launch
 from ladder.kernels.activation import activate_rows
-from ladder.kernels.attend import Scratch, attend, attend_reference
+from ladder.kernels.attention.attend import Scratch, attend, attend_reference
+from ladder.kernels.attention.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.gemv import beside_all_reduces, gemv, projected
 from ladder.kernels.launch import Kernels, References
 from ladder.kernels.norm import add_norm, add_norm_reference
-from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.sampling.argmax import argmax, argmax_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
@@ -229,7 +229,7 @@ def test_attention_has_one_configuration_for_short_sequences(monkeypatch: pytest
     block, metadata = some_attention(draw, 2, 1, 16), some_metadata(draw, 3, 4, 70, 16, distinct=True)
     kernels, keys = Kernels(Table("a chip"), False), draw(70, 2, 16)
     for reach in (17, 700, 2048, 2049, 8192):
-        kernels.attend(draw(1, 3, 4 * 2 * 16), block, replace(metadata, reach=reach), keys, keys)
+        kernels.attention.attend(draw(1, 3, 4 * 2 * 16), block, replace(metadata, reach=reach), keys, keys)
     assert found[0] == found[1] == found[2] and found[3] == found[4]
 
 

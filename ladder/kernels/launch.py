@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from ladder.errors import LadderError
 from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
-from ladder.kernels.attend import Scratch, attend, attend_reference
-from ladder.kernels.attend_prompts import attend_prompts
+from ladder.kernels.attention.attend import Scratch, attend, attend_reference
+from ladder.kernels.attention.attend_prompts import attend_prompts
+from ladder.kernels.attention.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.both import both_reference, gemv_both, small_gemm_both
 from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
@@ -18,7 +19,6 @@ from ladder.kernels.experts.router import route
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.quantized.dequantize import dequantize
-from ladder.kernels.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.sampling.adjust import adjust, adjust_reference, note, note_reference
 from ladder.kernels.sampling.argmax import argmax, argmax_reference, choose, choose_reference
 from ladder.kernels.sampling.candidates import (

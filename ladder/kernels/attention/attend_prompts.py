@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.attend import PER_WARP, block_of, capped
+from ladder.kernels.attention.attend import PER_WARP, block_of, capped
 from ladder.kernels.device import product
 from ladder.layers.attention import Attention
 from ladder.layers.cache import BLOCK, PrefillMetadata

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
+from ladder.kernels.attention.rotary import head_gains, rotate_write_reference
 from ladder.kernels.device import cache_line, cached, let_others_start, product, wait_for_others
-from ladder.kernels.rotary import head_gains, rotate_write_reference
 from ladder.kernels.table import Split
 from ladder.layers.attention import Attention
 from ladder.layers.cache import BLOCK, Metadata, places, read
