@@ -30,6 +30,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from ladder.engine.text import encode, load_tokenizer
 from ladder.errors import LadderError
 from ladder.hf import rewire, set_staleness
 from ladder.hf.layer import WiredLayer
@@ -106,6 +107,18 @@ def test_tokenizers_are_the_familys(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps({**letters, "ab": 3, "<|endoftext|>": 4}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     assert AutoTokenizer.from_pretrained(tmp_path)("ab a").input_ids == [3, 2, 0]
+
+
+def test_the_engine_corrects_tokenizers_as_transformers_does(tmp_path: Path) -> None:
+    """Qwen2's checkpoints name another class than theirs, which composes characters: wired ones are read alike."""
+    text = "e\u0301"
+    for folder, model in (("plain", host("qwen2")), ("wired", rewire(host("qwen2"), "ladder"))):
+        model.save_pretrained(tmp_path / folder)
+        byte_tokenizer().save_pretrained(tmp_path / folder)
+    found = [AutoTokenizer.from_pretrained(tmp_path / name)(text).input_ids for name in ("plain", "wired")]
+    engine = [encode(load_tokenizer(tmp_path / name, 300), text) for name in ("plain", "wired")]
+    assert found + engine == [byte_tokenizer()("\u00e9").input_ids] * 4
+    assert byte_tokenizer()(text).input_ids not in found
 
 
 def test_a_config_that_does_not_fit_the_directory(plain: Path, wired: Path) -> None:
