@@ -59,6 +59,13 @@ def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
+def own_model_type(raw: Mapping[str, Any]) -> str | None:
+    """The family that a config.json is of, wired or not."""
+    if raw.get("model_type") == PAPER_MODEL_TYPE:
+        return "llama"
+    return raw.get("base_model_type" if raw.get("model_type") == WIRED_MODEL_TYPE else "model_type")
+
+
 def names_wiring(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json says how its model is wired, in our way or the authors'; not whether that is understood."""
     by_type = raw.get("model_type") in (WIRED_MODEL_TYPE, PAPER_MODEL_TYPE)

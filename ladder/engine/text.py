@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 from ladder.config.fields import read_json
 from ladder.config.inside import check_tokenizer
-from ladder.config.lock import unlocked
+from ladder.config.lock import own_model_type
 from ladder.errors import LadderError
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the latter since transformers 5
@@ -81,14 +81,14 @@ def _reader(directory: Path) -> Any:
     """What reads it. A plain fast tokenizer needs no AutoTokenizer, whose import takes seconds."""
     config = directory / "config.json"
     raw = read_json(config) if config.exists() else {}
-    kind, model = _json_value(directory / "tokenizer_config.json", "tokenizer_class"), unlocked(raw).get("model_type")
+    kind, model = _json_value(directory / "tokenizer_config.json", "tokenizer_class"), own_model_type(raw)
     if kind in _PLAIN and model in _TRUSTED and (directory / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained
     from transformers import AutoConfig, AutoTokenizer
 
-    if raw.get("model_type") == model:
+    if model is None or model == raw["model_type"]:
         return AutoTokenizer.from_pretrained
     # wired: it is told what the model is, whose config.json it would not understand
     return partial(AutoTokenizer.from_pretrained, config=AutoConfig.for_model(model))
