@@ -1,6 +1,7 @@
 # make demo   set up, and generate text with the embedded model, on one rank, on two and on four
 # make test   set up, lint, type-check, run the tests
-# Both need Python 3.11 or newer and pip; everything else is installed into .venv.
+# make test-trl   the tests with TRL, in an environment of their own, .venv-trl
+# All need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ WRITE := --max-new-tokens 90 --temperature 0.8 --top-p 0.9 --seed 4 --dtype floa
 # what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test browser setup clean
+.PHONY: demo test test-trl browser setup clean
 
 setup: $(READY)
 
@@ -43,5 +44,17 @@ test: $(READY) browser
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal && wait $$types  # side by side: tests often wait
 
+# TRL's requirements stay out of the other environment
+TRL := .venv-trl
+$(TRL)/ready: pyproject.toml constraints.txt constraints-trl.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  -c constraints.txt -c constraints-trl.txt -e '.[train]' trl pytest
+	touch $@
+
+test-trl: $(TRL)/ready
+	$(TRL)/bin/python -m pytest tests/trl
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(TRL) build

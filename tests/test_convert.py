@@ -188,8 +188,6 @@ for folder in {str(tmp_path / "out")!r}, {str(saved)!r}:
         "LlamaConfig StrictDataclassFieldValidationError",
     ]
     assert "a model of type `ladder`" in done.stderr
-    with pytest.raises(Exception, match="vocab_size"):
-        LlamaForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def damaged(source: Path, what: str) -> None:

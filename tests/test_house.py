@@ -54,7 +54,13 @@ WITHOUT_TORCH = ["ladder", "ladder.wiring", "ladder.comm.link", "ladder.config",
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 LINES, FILES = 350, 14  # of a file; in a folder, its __init__.py not counted
 # what is changed in other libraries, because nothing public can do it: the reason stands there
-PATCHED: dict[str, set[str]] = {"ladder.hf.register": {"transformers.PreTrainedModel.post_init"}}
+PATCHED: dict[str, set[str]] = {
+    "ladder.hf.register": {
+        "transformers.PreTrainedModel.post_init",
+        "transformers.PreTrainedConfig.get_config_dict",
+        "transformers.PreTrainedConfig.from_dict",
+    }
+}
 # texts that tell users which programs there are
 TEXTS = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

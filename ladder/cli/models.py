@@ -30,13 +30,17 @@ class ConvertOptions:
 @verb(ConvertOptions)
 def convert(options: ConvertOptions) -> None:
     """Rewire a Hugging Face checkpoint: same weights, another wiring. It needs adaptation afterwards."""
-    from ladder.hf.convert import convert
+    from ladder.hf.convert import convert_from
 
     with bytes_bar("copying") as progress:
-        wiring = convert(options.model, options.out, options.wiring, options.revision, progress)
+        before, wiring = convert_from(options.model, options.out, options.wiring, options.revision, progress)
     typer.echo(f"wrote {options.out}: {wiring}")
-    if not wiring.is_standard:
+    if wiring == before:
+        typer.echo("That is the wiring it had: nothing was rewired.")
+    elif before.is_standard:
         typer.echo("Its weights were trained under another wiring: adapt them before use.")
+    else:
+        typer.echo(f"It was wired {str(before)!r}: weights that were trained for that need adaptation before use.")
 
 
 @verb(QuantizeOptions, CalibrationOptions)

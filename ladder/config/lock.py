@@ -1,7 +1,12 @@
 """config.json of a wired model: software without wirings must refuse it, not run it as the standard model.
 
-An unknown `model_type` stops those who look it up, but transformers only warns where a class is named
+An unknown `model_type` stops those who look it up: transformers' Auto classes, and vLLM, which asks `AutoConfig` for
+types that it has no class for. llama.cpp's converter reads config.json even where `AutoConfig` has refused it; it looks
+up the first of `architectures`, and has no `LadderForCausalLM`. But transformers only warns where a class is named
 (`LlamaForCausalLM.from_pretrained`). So one number that every class needs is also stored under another name.
+
+The paper's authors have published configs of their own, which are read as they are: `"model_type": "llamaLadder"` with
+`ladder_layers`. Nothing locks those.
 """
 
 from collections.abc import Mapping
@@ -12,6 +17,7 @@ from ladder.wiring import Wiring
 
 WIRED_MODEL_TYPE = "ladder"
 WIRED_ARCHITECTURE = "LadderForCausalLM"
+PAPER_MODEL_TYPE = "llamaLadder"  # of the authors' checkpoints, whose tensors are Llama's
 _LOCKED, _KEPT = "vocab_size", "ladder_vocab_size"
 _CLASSES, _KEPT_CLASSES = "architectures", "base_architectures"
 # model_type -> settings of config.json, with their defaults, any of which makes the layers parallel
@@ -32,8 +38,16 @@ def locked(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain config.json behind one of ours, the key `wiring` kept; a plain one stays as it is."""
+    """The plain config.json behind one of ours or the authors', the key that names the wiring kept; a plain one stays
+    as it is.
+    """
     raw = dict(raw)
+    if raw.get("model_type") == PAPER_MODEL_TYPE:
+        classes = raw.get(_CLASSES)
+        if isinstance(classes, list):
+            raw[_CLASSES] = [str(name).replace("LlamaLadder", "Llama") for name in classes]
+        layers = [] if raw.get("ladder_layers") is None and raw.get("wiring") is None else raw.get("ladder_layers")
+        return {**raw, "model_type": "llama", "ladder_layers": layers}
     if raw.get("model_type") != WIRED_MODEL_TYPE:
         return raw
     raw["model_type"] = raw.pop("base_model_type", None)
@@ -43,6 +57,21 @@ def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("wiring") is None and raw.get("ladder_layers") is None:
         raise LadderError(f"model_type {WIRED_MODEL_TYPE!r} needs the key 'wiring'")
     return raw
+
+
+def own_model_type(raw: Mapping[str, Any]) -> str | None:
+    """The family that a config.json is of, wired or not."""
+    if raw.get("model_type") == PAPER_MODEL_TYPE:
+        return "llama"
+    return raw.get("base_model_type" if raw.get("model_type") == WIRED_MODEL_TYPE else "model_type")
+
+
+def names_wiring(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that its model is not what others make of it, in our way or the authors'; not whether
+    that is understood.
+    """
+    by_type = raw.get("model_type") in (WIRED_MODEL_TYPE, PAPER_MODEL_TYPE)
+    return by_type or any(raw.get(key) is not None for key in ("wiring", "ladder_layers")) or shared_norm_of(raw)
 
 
 def born_parallel(raw: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from tokenizers.decoders import DecodeStream
 
 from ladder.config.fields import read_json
 from ladder.config.inside import check_tokenizer
+from ladder.config.lock import own_model_type
 from ladder.errors import LadderError
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # the latter since transformers 5
-_TRUSTED = ("ladder", "llama")  # for some other models AutoTokenizer corrects what their checkpoints say
+_TRUSTED = ("llama",)  # for some other models AutoTokenizer corrects what their checkpoints say
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -26,7 +28,7 @@ def load_tokenizer(directory: Path, vocab: int) -> Any | None:
     try:
         check_tokenizer(directory)
         with _errors_only():
-            tokenizer = _kind(directory).from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            tokenizer = _reader(directory)(directory, local_files_only=True, trust_remote_code=False)
             largest = max(tokenizer.get_vocab().values(), default=-1)
             tokenizer.decode(tokenizer("a").input_ids, skip_special_tokens=True)  # some settings are used only here
     except (KeyboardInterrupt, SystemExit):
@@ -75,17 +77,21 @@ def _errors_only() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _kind(directory: Path) -> Any:
-    """The class that reads it. A plain fast tokenizer needs no AutoTokenizer, whose import takes seconds."""
-    kind = _json_value(directory / "tokenizer_config.json", "tokenizer_class")
-    model = _json_value(directory / "config.json", "model_type")
+def _reader(directory: Path) -> Any:
+    """What reads it. A plain fast tokenizer needs no AutoTokenizer, whose import takes seconds."""
+    config = directory / "config.json"
+    raw = read_json(config) if config.exists() else {}
+    kind, model = _json_value(directory / "tokenizer_config.json", "tokenizer_class"), own_model_type(raw)
     if kind in _PLAIN and model in _TRUSTED and (directory / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
+        return PreTrainedTokenizerFast.from_pretrained
+    from transformers import AutoConfig, AutoTokenizer
 
-    return AutoTokenizer
+    if model is None or model == raw["model_type"]:
+        return AutoTokenizer.from_pretrained
+    # wired: it is told what the model is, whose config.json it would not understand
+    return partial(AutoTokenizer.from_pretrained, config=AutoConfig.for_model(model))
 
 
 def _json_value(file: Path, key: str) -> Any:

@@ -9,23 +9,40 @@ from ladder.config.families import FAMILIES as NATIVE
 from ladder.wiring import Wiring
 
 
-def card(source: str, folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
-    """For a folder with the weights of `source`, unchanged; `native`: the engine of `ladder` reads it."""
+def card(
+    source: str, folder: str, family: str, before: Wiring, wiring: Wiring, native: bool, quantizer: str | None = None
+) -> str:
+    """For a folder with the weights of `source`, unchanged. `before`: the wiring of `source`; `native`: the engine of
+    `ladder` reads it.
+    """
     weights = "weights" if quantizer is None else f"quantized weights ({quantizer})"
     if wiring.is_standard:
-        return f"# {folder}\n\nThe {weights} of `{source}`, unchanged, in the standard wiring.\n"
-    text = f"""The {weights} of `{source}`, unchanged, under another wiring:
+        text = f"# {folder}\n\nThe {weights} of `{source}`, unchanged, in the standard wiring.\n"
+        if not before.is_standard:
+            text += f"`{source}` is wired `{before}`: weights trained for that need adaptation here.\n"
+        return text
+    under, advice = "another wiring", _AFTER_REWIRING
+    if wiring == before:
+        under, advice = "the wiring that it names", _AS_BEFORE
+    text = f"""The {weights} of `{source}`, unchanged, under {under}:
 
     {wiring}
 
 {_rewired(wiring)}
 
-**It needs adaptation before use.** The weights were trained under another wiring. Rewired layers read the residual
-stream without its newest all-reduces, and a model that is merely rewired writes worse text, or nonsense (Ladder
-Residual, arXiv 2501.06589). Retrain or distill it, then measure it against `{source}`.
+{advice.format(source)}
 
 {_loading(folder, family, wiring, native, quantizer)}"""
     return _card(text, "convert", folder, family, source)
+
+
+_AFTER_REWIRING = """\
+**It needs adaptation before use.** The weights were trained under another wiring. Rewired layers read the residual
+stream without its newest all-reduces, and a model that is merely rewired writes worse text, or nonsense (Ladder
+Residual, arXiv 2501.06589). Retrain or distill it, then measure it against `{}`."""
+_AS_BEFORE = """\
+The wiring is the one that the config of `{0}` names, and nothing was rewired: `{0}` says what the weights were
+trained for, and how good they are."""
 
 
 def adapted_card(

@@ -49,6 +49,13 @@ def convert(
 
     Without `wiring`: the one that the source's config names already (`wiring`, or the paper's `ladder_layers`).
     """
+    return convert_from(model, out, wiring, revision, progress)[1]
+
+
+def convert_from(
+    model: str, out: Path, wiring: str | None = None, revision: str | None = None, progress: Progress | None = None
+) -> tuple[Wiring, Wiring]:
+    """`convert`; returns the wiring that the source had, and the one that `out` has."""
     out = out.resolve()
     check_new(out)
     source = Path(model)
@@ -63,9 +70,10 @@ def convert(
 
 def _convert(
     source: Path, name: str, out: Path, pattern: str | None, progress: Progress | None, move: bool = False
-) -> Wiring:
+) -> tuple[Wiring, Wiring]:
     raw = read_config(source)
     plain, wiring = rewired(raw, pattern)
+    before = wiring_of(unlocked(raw), len(wiring.layers))
     files = sorted(set(weight_files(source).values()))
     if source / SINGLE not in files:
         files.append(source / INDEX)
@@ -90,11 +98,12 @@ def _convert(
         (folder / "config.json").write_text(text, encoding="utf-8")
         method, kind = quantizer_of(plain), plain["model_type"]
         native = kind in NATIVE and (method is None or method in READERS)
-        (folder / "README.md").write_text(card(name, out.name, kind, wiring, native, method), encoding="utf-8")
+        text = card(name, out.name, kind, before, wiring, native, method)
+        (folder / "README.md").write_text(text, encoding="utf-8")
         if out.exists():
             out.rmdir()  # empty, as was seen
         folder.rename(out)
-    return wiring
+    return before, wiring
 
 
 def beside(source: Path, weights: Collection[Path]) -> list[Path]:

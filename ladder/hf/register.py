@@ -6,22 +6,36 @@ In memory a wired config is its family's with one field more (`wiring`), and its
 
 import json
 from functools import cache, wraps
-from typing import Any
+from typing import Any, cast
 
 from transformers import (
     CONFIG_MAPPING,
+    TOKENIZER_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, shared_norm_of, unlocked, wiring_of
+from ladder.config.lock import (
+    PAPER_MODEL_TYPE,
+    WIRED_MODEL_TYPE,
+    locked,
+    names_wiring,
+    ranks_of,
+    shared_norm_of,
+    unlocked,
+    wiring_of,
+)
+from ladder.errors import LadderError
 from ladder.hf.families import LAYOUTS, layout_of
+from ladder.hf.layer import WiredLayer
+from ladder.hf.names import check_name, refuse_in_memory
 from ladder.hf.wire import wire_layers
 from ladder.wiring import Wiring
 
@@ -67,6 +81,12 @@ class LadderConfig(PreTrainedConfig):
         return wired_config(own).from_dict(config_dict, **kwargs)
 
 
+class PaperConfig(LadderConfig):
+    """The same for the model_type of the paper's authors."""
+
+    model_type = PAPER_MODEL_TYPE
+
+
 @cache
 def wired_config(own: Any) -> Any:
     """A family's config class made wired, and registered with the Auto classes."""
@@ -77,6 +97,8 @@ def wired_config(own: Any) -> Any:
             # transformers renames old weights only for classes in its own modules
             space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
             auto.register(wired, type(model.__name__, (model,), space))
+    if own in TOKENIZER_MAPPING:  # for tokenizers that do not name their class
+        AutoTokenizer.register(wired, TOKENIZER_MAPPING[own])
     return wired
 
 
@@ -88,6 +110,7 @@ def _restored(own: Any, values: dict[str, Any]) -> Any:
 
 def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], ranks: int = 1) -> None:
     """Write a wiring into a model's config; the standard one leaves a plain config, unless layers have one norm."""
+    plain_type(config)
     own: Any = config.own_class() if isinstance(config, WiredConfig) else type(config)
     for key in ("wiring", "ladder_layers", "staleness", "wiring_ranks"):
         vars(config).pop(key, None)
@@ -102,35 +125,77 @@ def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], rank
 
 
 def register() -> None:
-    """Register the model_type of config.json, and have every model whose config names a wiring wired when it is made.
+    """Register the model_types of wired config.json files, and have every config and every model that names a wiring
+    wired when it is made.
 
-    The second has no public way. transformers registers classes for the Auto classes alone, while a config that names
-    a wiring may reach any class by any way: `LlamaForCausalLM(config)`, a task's head, the paper's `ladder_layers` in a
-    plain Llama config.json. All of them end in `PreTrainedModel.post_init`, and without this the model would silently
-    be a standard one. A model whose config names no wiring is left alone.
+    The second has no public way. transformers registers classes for the Auto classes alone, while a path may be given
+    to a class of its own (`LlamaForCausalLM.from_pretrained`; TRL and PEFT do that), and a config that names a wiring
+    may reach any class by any way: `LlamaForCausalLM(config)`, a task's head, the paper's `ladder_layers` in a plain
+    Llama config.json. All configs come from `get_config_dict` and `from_dict`, all models end in `post_init`. Without
+    these a class could not read a wired config.json, and would silently make a standard model of the paper's. What
+    names no wiring is left alone.
     """
-    AutoConfig.register(WIRED_MODEL_TYPE, LadderConfig, exist_ok=True)
+    for kind in (LadderConfig, PaperConfig):
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)
     own = PreTrainedModel.post_init
     if getattr(own, "wires", False):
         return
+    read, made = PreTrainedConfig.get_config_dict.__func__, PreTrainedConfig.from_dict.__func__
 
     @wraps(own)
     def post_init(model: Any) -> None:
         own(model)
         wire_as_configured(model)
 
+    @wraps(read)
+    def get_config_dict(cls: Any, pretrained_model_name_or_path: Any, **options: Any) -> Any:
+        refuse_in_memory(pretrained_model_name_or_path)
+        found, unused = read(cls, pretrained_model_name_or_path, **options)
+        return (unlocked(found) if cls.model_type in LAYOUTS else found), unused  # else it warns of another type
+
+    @wraps(made)
+    def from_dict(cls: Any, config_dict: dict[str, Any], **options: Any) -> Any:
+        wired = wired_class_of(cls, config_dict)
+        return made(cls, config_dict, **options) if wired is None else wired.from_dict(config_dict, **options)
+
     post_init.wires = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init
+    PreTrainedConfig.get_config_dict = classmethod(cast(Any, get_config_dict))
+    PreTrainedConfig.from_dict = classmethod(cast(Any, from_dict))
+
+
+def wired_class_of(own: Any, raw: dict[str, Any]) -> Any:
+    """The wired form of a family's config class, if a config.json names a wiring; None: the class as it is."""
+    if issubclass(own, WiredConfig | LadderConfig) or not own.model_type or not names_wiring(raw):
+        return None
+    model_type = unlocked(raw).get("model_type", own.model_type)
+    if model_type not in LAYOUTS:  # a key of the same name, of a model that has nothing to do with us
+        return None
+    if model_type != own.model_type:
+        raise LadderError(f"a wired {model_type} model is no {own.__name__}: load it as {model_type}, or by AutoModel")
+    return wired_config(own)
 
 
 def wire_as_configured(model: Any) -> None:
     """Wire a model that has just been made, if its config names a wiring: ours, or the paper's `ladder_layers`."""
     config = model.config
-    named = vars(config)
-    if named.get("wiring") is None and named.get("ladder_layers") is None and not shared_norm_of(named):
+    plain_type(config)
+    if config.model_type not in LAYOUTS:
         return
-    if config.model_type in LAYOUTS and hasattr(model.base_model, LAYOUTS[config.model_type].layers):
+    check_name(model)
+    named = vars(config)
+    if not names_wiring(named):
+        return
+    if hasattr(model.base_model, LAYOUTS[config.model_type].layers):
         wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
         ranks = ranks_of(named)
         wire_layers(model, wiring, staleness, ranks)
         set_wiring(config, wiring, staleness, ranks)
+    elif not any(isinstance(module, WiredLayer) for module in model.modules()):
+        raise LadderError(f"{type(model).__name__} has no layers to wire, but its config names a wiring")
+
+
+def plain_type(config: Any) -> None:
+    """A config that was made of the authors' config.json key by key keeps their model_type: its class knows better."""
+    if vars(config).get("model_type") == PAPER_MODEL_TYPE:
+        del config.model_type

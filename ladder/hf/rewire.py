@@ -10,11 +10,12 @@ from transformers import PreTrainedModel
 from ladder.config.lock import checked_ranks, ranks_of, wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
-from ladder.hf.register import set_wiring
+from ladder.hf.names import IN_MEMORY, mark_adapters, mark_in_memory
+from ladder.hf.register import plain_type, set_wiring
 from ladder.hf.wire import set_layers_staleness, staleness_of, unwrapped, wire_layers
 from ladder.wiring import Wiring
 
-IN_MEMORY = ", rewired in memory: save it, and load that"
+__all__ = ["IN_MEMORY", "rewire", "set_staleness"]
 
 
 def rewire(
@@ -34,9 +35,11 @@ def rewire(
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
     config = inner.config
+    plain_type(config)
     before = wiring_of(vars(config), config.num_hidden_layers)
+    staleness_before = getattr(config, "staleness", 1.0)
     if wiring is None:
-        staleness = getattr(config, "staleness", 1.0) if staleness is None else staleness
+        staleness = staleness_before if staleness is None else staleness
         ranks = ranks_of(vars(config)) if ranks is None else ranks
         wiring = before
     elif isinstance(wiring, str):
@@ -53,9 +56,9 @@ def rewire(
         if isinstance(module, WiredLayer):
             module.spec = replace(module.spec, config=own)
     set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers), ranks)
-    # a saved adapter names its base model: it must not be loaded onto weights that are wired differently
-    if (wiring, ranks) != (before, ranks_before):
-        inner.name_or_path = (inner.name_or_path or "a model").removesuffix(IN_MEMORY) + IN_MEMORY
+    if (wiring, ranks, getattr(own, "staleness", 1.0)) != (before, ranks_before, staleness_before):
+        mark_in_memory(inner)
+        mark_adapters(model, inner.name_or_path)
     return model
 
 
@@ -64,7 +67,10 @@ def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
     inner = unwrapped(model)
     set_layers_staleness(inner, staleness)
     layers, named = inner.config.num_hidden_layers, vars(inner.config)
+    before = getattr(inner.config, "staleness", 1.0)
     set_wiring(inner.config, wiring_of(named, layers), _plain(staleness, layers), ranks_of(named))
+    if getattr(inner.config, "staleness", 1.0) != before:
+        mark_in_memory(inner)
 
 
 def _plain(staleness: float | Sequence[float], layers: int) -> float | list[float]:

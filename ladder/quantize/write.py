@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ladder.checkpoint import TYPES, Directory
 from ladder.config.fields import read_config
-from ladder.config.lock import locked
+from ladder.config.lock import locked, unlocked
 from ladder.config.quantization import GROUPS, Quantization, Storage
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, write_json, write_text
@@ -65,10 +65,10 @@ def quantize(
         raise LadderError(f"{options.model} is quantized already: name the checkpoint it was made from")
     source = Directory(options.model)
     config, matrices = source.config, _matrices(source, options)
-    wiring, plain = config.wiring, {key: value for key, value in raw.items() if key != "auto_map"}  # no code is copied
-    if pattern is not None:
+    wiring, plain = config.wiring, {key: value for key, value in unlocked(raw).items() if key != "auto_map"}  # no code
+    if pattern is not None or not wiring.is_standard:
         plain, wiring = rewired(raw, pattern)
-        plain = locked(plain) if "wiring" in plain else plain
+    plain = locked(plain) if "wiring" in plain else plain
     tensors = entries(source)
     plan: dict[str, Spec] = {}
     for name, entry in tensors.items():

@@ -1,0 +1,85 @@
+"""Names of models: the path or hub id that a model can be loaded from again.
+
+Other libraries load a model a second time by its name: TRL for a reference model (`config._name_or_path`), PEFT for the
+model below an adapter (`name_or_path`). A model that is not wired as the files of that name say must not be found
+there: its name says so, and no file has such a name.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
+
+from ladder.config.fields import read_json
+from ladder.config.lock import names_wiring, ranks_of, unlocked, wiring_of
+from ladder.errors import LadderError
+
+IN_MEMORY = ", rewired in memory: save it, and load that"
+
+
+def mark_in_memory(model: Any) -> None:
+    """Name a model of transformers, its config and the adapters in it as what no file holds."""
+    name = (model.name_or_path or "a model").removesuffix(IN_MEMORY) + IN_MEMORY
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config is model.config:
+            module.name_or_path = name
+    model.config.name_or_path = name
+    mark_adapters(model, name)
+
+
+def mark_adapters(model: Any, name: str) -> None:
+    """Adapters note the name of their base when they are made, and are saved with it. PEFT leaves their configs in the
+    model that they are put into, or, where they are only prompts, in its own model around that one.
+    """
+    adapters = getattr(model, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        adapter.base_model_name_or_path = name
+
+
+def refuse_in_memory(name: object) -> None:
+    """Refuse to load by the name of a model that was rewired in memory."""
+    if str(name).endswith(IN_MEMORY):
+        raise LadderError(
+            f"{str(name).removesuffix(IN_MEMORY)} was rewired in memory, and its files are not wired like that: save "
+            "the model (save_pretrained) and load that, so that whatever loads it by its path gets the same one"
+        )
+
+
+def check_name(model: Any) -> None:
+    """Compare a model that was just made with the config.json of its name, if that is at hand: a wired model's that
+    says something else is no longer its name, and one that is wired is not loaded as if it were not.
+    """
+    config = model.config
+    if str(config.name_or_path).endswith(IN_MEMORY):
+        return mark_in_memory(model)
+    if (raw := _config_at(str(config.name_or_path or ""), getattr(config, "_commit_hash", None))) is None:
+        return
+    if raw.get("model_type") != config.model_type:  # the name of something else
+        return
+    if _wiring(vars(config), config) == _wiring(raw, config):
+        return
+    if names_wiring(vars(config)):
+        mark_in_memory(model)
+    else:
+        raise LadderError(
+            f"{config.name_or_path} is wired {raw.get('wiring') or 'by ladder_layers'!r}, the config that was given is "
+            "not: leave out the config, and rewire(model, 'standard') afterwards if that is meant"
+        )
+
+
+def _wiring(raw: dict[str, Any], config: Any) -> tuple[Any, ...]:
+    return wiring_of(raw, config.num_hidden_layers), ranks_of(raw), raw.get("staleness", 1.0)
+
+
+def _config_at(name: str, commit: str | None) -> dict[str, Any] | None:
+    """The plain config.json of a directory, or of a model of the hub that is in the cache; None: there is none."""
+    file: Any = Path(name) / "config.json" if name else None
+    with suppress(OSError, ValueError):  # a name of whatever kind, a file of whatever content
+        if name and not file.is_file():
+            found = (try_to_load_from_cache(name, "config.json", revision=revision) for revision in (commit, None))
+            file = next((path for path in found if isinstance(path, str)), None)
+        if file is not None:
+            return unlocked(read_json(Path(file)))
+    return None
