@@ -18,6 +18,10 @@ A row of the table is a cycle of such pairs, repeated over the sub-blocks of a r
     desync-Nx-L  (L local) x (N-1), L reduce    ... L all-reduces behind
     none         (0 local)                  no communication: what one lane could reach, not a model
 
+A layer has as many sub-blocks as its family: two, or three in a decoder that also attends to an encoder (attention,
+cross-attention, MLP). Rows that speak of a layer say it so: in `parallel` all but its last are held, and all of them
+share the last one's all-reduce; in `ladder-A-M` every attention has lag A. All other rows count sub-blocks.
+
 A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
 `ladder standard@0,30-31` (a default, then exceptions).
 """
@@ -95,6 +99,13 @@ def row(name: str) -> Row:
         return (SubBlock(lag, Out.LOCAL),) * (int(match[1]) - 1) + (SubBlock(lag, Out.REDUCE),)
     lags = [int(lag) for lag in name.split("-")[1:]]
     return tuple(SubBlock(lag, Out.REDUCE) for lag in lags)
+
+
+def layer_cycle(name: str, count: int) -> Row:
+    """The cycle behind a row's name for layers of `count` sub-blocks, of which the last is the MLP."""
+    cycle, name = row(name), canonical(name)
+    of_a_layer = cycle[0].out is Out.HOLD or (name.startswith("ladder") and len(cycle) == 2)
+    return cycle[:1] * (count - 1) + cycle[1:] if of_a_layer else cycle
 
 
 def independent(blocks: Sequence[SubBlock]) -> list[bool]:
@@ -183,13 +194,16 @@ class Wiring:
         return any(block.out is Out.LOCAL for layer in self.sub_blocks() for block in layer)
 
     def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:
-        """(attention, MLP) of every layer. A row's cycle starts anew where a run of layers of that row starts."""
-        table: list[tuple[SubBlock, SubBlock]] = []
+        """(attention, MLP) of every layer of a decoder."""
+        return tuple((attention, mlp) for attention, mlp in self.layer_blocks(2))
+
+    def layer_blocks(self, count: int) -> tuple[Row, ...]:
+        """The `count` sub-blocks of every layer. A row's cycle starts anew where a run of layers of that row starts."""
+        table: list[Row] = []
         for name, group in groupby(self.layers):
-            cycle = row(name)
+            cycle = layer_cycle(name, count)
             for index in range(len(list(group))):
-                attention, mlp = (cycle[(2 * index + half) % len(cycle)] for half in (0, 1))
-                table.append((attention, mlp))
+                table.append(tuple(cycle[(count * index + part) % len(cycle)] for part in range(count)))
         return tuple(table)
 
     def all_reduces(self) -> int:

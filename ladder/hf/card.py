@@ -8,23 +8,37 @@ from huggingface_hub import ModelCard, ModelCardData
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.wiring import Wiring
 
+CAUSAL = "AutoModelForCausalLM"
 
-def card(source: str, folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
-    """For a folder with the weights of `source`, unchanged; `native`: the engine of `ladder` reads it."""
+
+def card(
+    source: str,
+    folder: str,
+    family: str,
+    wiring: Wiring,
+    native: bool,
+    quantizer: str | None = None,
+    auto: str = CAUSAL,
+    stacks: int = 1,
+) -> str:
+    """For a folder with the weights of `source`, unchanged; `native`: the engine of `ladder` reads it; `auto`: the
+    class that loads it; `stacks`: of its layers, which are wired alike.
+    """
     weights = "weights" if quantizer is None else f"quantized weights ({quantizer})"
     if wiring.is_standard:
         return f"# {folder}\n\nThe {weights} of `{source}`, unchanged, in the standard wiring.\n"
+    worse = "writes worse text, or nonsense" if auto == CAUSAL else "is worse at what it does, or useless"
     text = f"""The {weights} of `{source}`, unchanged, under another wiring:
 
     {wiring}
 
-{_rewired(wiring)}
+{_rewired(wiring) if stacks == 1 else f"Each of its {stacks} stacks of layers is wired so."}
 
 **It needs adaptation before use.** The weights were trained under another wiring. Rewired layers read the residual
-stream without its newest all-reduces, and a model that is merely rewired writes worse text, or nonsense (Ladder
+stream without its newest all-reduces, and a model that is merely rewired {worse} (Ladder
 Residual, arXiv 2501.06589). Retrain or distill it, then measure it against `{source}`.
 
-{_loading(folder, family, wiring, native, quantizer)}"""
+{_loading(folder, family, wiring, native, quantizer, auto)}"""
     return _card(text, "convert", folder, family, source)
 
 
@@ -147,7 +161,9 @@ The tensor-parallel engine of `ladder` applies no adapters.
 """
 
 
-def _loading(folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
+def _loading(
+    folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None, auto: str = CAUSAL
+) -> str:
     hides = any(block.lag for layer in wiring.sub_blocks() for block in layer)
     hidden = ", the all-reduces hidden behind the sub-blocks that follow" if hides else ""
     needs = "" if wiring.is_standard else "    import ladder.hf  # without it, loading fails\n"
@@ -155,9 +171,9 @@ def _loading(folder: str, family: str, wiring: Wiring, native: bool, quantizer: 
     engine = f'On several ranks{hidden}:\n\n    ladder generate --model {folder} --tp 2 --prompt "..."'
     return f"""In transformers:
 
-{needs}    from transformers import AutoModelForCausalLM
+{needs}    from transformers import {auto}
 
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
+    model = {auto}.from_pretrained("{folder}")
 
 {engine if native else f"The tensor-parallel engine of `ladder` does not {lacks} yet."}
 """

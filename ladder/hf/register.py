@@ -5,33 +5,28 @@ In memory a wired config is its family's with one field more (`wiring`), and its
 """
 
 import json
+from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ladder.config.lock import WIRED_MODEL_TYPE, locked, ranks_of, unlocked, wiring_of
-from ladder.hf.families import LAYOUTS, layout_of
+from ladder.config.lock import TOWERS, WIRED_MODEL_TYPE, locked, locked_keys, ranks_of, unlocked
+from ladder.hf.families import known_families, layouts_of
+from ladder.hf.stacks import as_text, named_wiring, stack_depths, stacks_of
 from ladder.hf.wire import wire_layers
-from ladder.wiring import Wiring
 
-AUTO = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
-)
+_TASKS: tuple[str, ...] = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+_TASKS += ("ForQuestionAnswering", "ForMaskedLM", "ForMultipleChoice", "ForNextSentencePrediction")
+_TASKS += ("ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForAudioClassification", "ForImageClassification")
+_TASKS += ("ForMaskedImageModeling",)
+_WIDER = (
+    "",
+    "ForTextEncoding",
+    "ForPreTraining",
+    "ForZeroShotImageClassification",
+)  # classes that may be a model's only one
 
 
 class WiredConfig(PreTrainedConfig):
@@ -50,8 +45,15 @@ class WiredConfig(PreTrainedConfig):
         return _restored, (self.own_class(), vars(self))  # the class is made in the process that loads it
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        plain = {"vocab_size": self.vocab_size, **json.loads(super().to_json_string(use_diff))}
+        plain = with_sizes(json.loads(super().to_json_string(use_diff)), self)
         return json.dumps(locked({**plain, "model_type": self.model_type}), indent=2, sort_keys=True) + "\n"
+
+
+def with_sizes(raw: dict[str, Any], config: Any) -> dict[str, Any]:
+    """A config.json's content with the numbers that are locked, which it may leave out where they are defaults."""
+    towers = {key: {**getattr(config, key).to_dict(), "model_type": getattr(config, key).model_type} for key in TOWERS
+              if isinstance(getattr(config, key, None), PreTrainedConfig)}  # fmt: skip
+    return {**{key: vars(config)[key] for key in locked_keys(vars(config))}, **raw, **towers}
 
 
 class LadderConfig(PreTrainedConfig):
@@ -62,7 +64,7 @@ class LadderConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         model_type = unlocked(config_dict)["model_type"]
-        layout_of(model_type)
+        layouts_of(model_type)
         own: Any = CONFIG_MAPPING[model_type]
         return wired_config(own).from_dict(config_dict, **kwargs)
 
@@ -71,7 +73,8 @@ class LadderConfig(PreTrainedConfig):
 def wired_config(own: Any) -> Any:
     """A family's config class made wired, and registered with the Auto classes."""
     wired = type(f"Ladder{own.__name__}", (WiredConfig, own), {"__module__": __name__})
-    for auto in AUTO:
+    autos = [getattr(transformers, f"AutoModel{task}") for task in (*_TASKS, *_WIDER)]
+    for auto in (*autos, transformers.AutoBackbone):
         if own in auto._model_mapping:
             model: Any = auto._model_mapping[own]
             # transformers renames old weights only for classes in its own modules
@@ -80,21 +83,40 @@ def wired_config(own: Any) -> Any:
     return wired
 
 
+def auto_of(raw: Mapping[str, Any]) -> str:
+    """The Auto class that loads a checkpoint, by a plain config.json: that of its architecture, else the first one."""
+    own: Any = CONFIG_MAPPING[str(raw["model_type"])]
+    named = next(iter(raw.get("architectures") or []), None)
+    for task in (*_TASKS, *_WIDER) if named is not None else ("ForCausalLM", ""):
+        auto = getattr(transformers, f"AutoModel{task}")
+        if own in auto._model_mapping and named in (None, auto._model_mapping[own].__name__):
+            return f"AutoModel{task}"
+    return "AutoModel"
+
+
 def _restored(own: Any, values: dict[str, Any]) -> Any:
     config = object.__new__(wired_config(own))
     vars(config).update(values)
     return config
 
 
-def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], ranks: int = 1) -> None:
-    """Write a wiring into a model's config; the standard one leaves a plain config."""
+def set_wiring(model: Any, wiring: str, staleness: float | list[float], ranks: int = 1) -> None:
+    """Write a wiring into a model's config and those of its parts; the standard one leaves a plain config."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if isinstance(config, PreTrainedConfig) and config.model_type in known_families():
+            whole = config is model.config or config.model_type == model.config.model_type
+            _write_wiring(config, wiring, staleness if whole or isinstance(staleness, float) else 1.0, ranks)
+
+
+def _write_wiring(config: Any, wiring: str, staleness: float | list[float], ranks: int) -> None:
     own: Any = config.own_class() if isinstance(config, WiredConfig) else type(config)
     for key in ("wiring", "ladder_layers", "staleness", "wiring_ranks"):
         vars(config).pop(key, None)
     config.__class__ = own
-    if not wiring.is_standard:
+    if wiring != "standard":
         config.__class__ = wired_config(own)
-        config.wiring = str(wiring)
+        config.wiring = wiring
         if staleness != 1.0:
             config.staleness = staleness
         if ranks > 1:
@@ -129,8 +151,11 @@ def wire_as_configured(model: Any) -> None:
     named = vars(config)
     if named.get("wiring") is None and named.get("ladder_layers") is None:
         return
-    if config.model_type in LAYOUTS and hasattr(model.base_model, LAYOUTS[config.model_type].layers):
-        wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
-        ranks = ranks_of(named)
-        wire_layers(model, wiring, staleness, ranks)
-        set_wiring(config, wiring, staleness, ranks)
+    if config.model_type not in known_families() or not (stacks := stacks_of(model)):
+        return
+    staleness, ranks = named.get("staleness", 1.0), ranks_of(named)
+    if isinstance(staleness, list) and len(stacks) < len(stack_depths(config)):
+        staleness = 1.0  # a part of a model, which says it for all of its parts when it is complete
+    wirings = named_wiring(named, [(stack.layout, len(stack.layers)) for stack in stacks])
+    wire_layers(model, wiring_text := as_text(wirings, named.get("wiring")), staleness, ranks)
+    set_wiring(model, wiring_text, staleness, ranks)

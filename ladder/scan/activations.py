@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ladder.hf.families import Branch
-from ladder.hf.layer import StreamState, WiredLayer, output_projection
+from ladder.hf.layer import StreamState, WiredLayer
+from ladder.hf.layouts.layout import Branch
+from ladder.hf.ranks import output_projection
 
 
 def layer_calls(
@@ -110,7 +111,7 @@ def _until(pass_: Callable[[], Any]) -> Any:
 
 def run_layer(layer: Any, stream: Any, call: dict[str, Any]) -> Any:
     found = layer(stream, **call)
-    return found[0] if layer.spec.layout.returns_weights else found
+    return found[0] if layer.spec.layout.returns else found
 
 
 def widened(x: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ladder.errors import LadderError
 from ladder.hf import rewire
-from ladder.hf.families import Branch
 from ladder.hf.layer import LayerSpec, WiredLayer
+from ladder.hf.layouts.layout import Branch
 from ladder.hf.wire import layers_of
 from ladder.progress import Progress
 from ladder.scan.activations import Activations, layer_calls, projection, record, run_layer, whole_stream, widened
