@@ -240,15 +240,19 @@ def lists_of_layers(model: Any) -> list[list[Any]]:
     return [layers for layers in found if type(layers[0]).__name__ in _BLOCKS]
 
 
+Replacement = Callable[[Tensor, list[Any], list[Call]], Tensor]  # of the first stream, the layers, and their calls
+
+
 def oracle(model: Any, wirings: list[str], given: dict[str, Tensor]) -> Tensor:
     """The outputs of an untouched model's weights under one wiring a layer, the same in each of its stacks."""
     with ExitStack() as stack:
         for layers in lists_of_layers(model):
-            _replace(stack, layers, wirings)
+            replaced(stack, layers, lambda start, layers, calls: stream_of(start, layers, calls, wirings))
         return result(model, given)
 
 
-def _replace(stack: ExitStack, layers: list[Any], wirings: list[str]) -> None:
+def replaced(stack: ExitStack, layers: list[Any], make: Replacement) -> None:
+    """Until the end of `stack`, the last of a stack's layers returns what is made."""
     calls: list[Call] = []
     starts: list[Tensor] = []
 
@@ -257,7 +261,7 @@ def _replace(stack: ExitStack, layers: list[Any], wirings: list[str]) -> None:
         calls.append({**named, **dict(zip(_ORDER[type(layer).__name__], arguments[1:], strict=False))})
 
     def replace(layer: nn.Module, arguments: Any, output: Any) -> Any:
-        stream = stream_of(starts[0], layers, calls, wirings)
+        stream = make(starts[0], layers, calls)
         return (stream, *output[1:]) if isinstance(output, tuple) else stream
 
     for layer in layers:

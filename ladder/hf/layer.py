@@ -149,7 +149,7 @@ class WiredLayer(nn.Module):
     def _sub_block(self, branch: Branch, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> tuple[Any, ...]:
         """Its output of [ranks * batch, tokens, hidden], and what else it returns."""
         x = self._before(branch, self._fold_ranks(x))
-        call = self._for_all_ranks(x, agreed, self.spec.call(branch, named))
+        call = self._for_all_ranks(branch, x, agreed, self.spec.call(branch, named))
         output = self._block(branch, x, call)
         return output if isinstance(output, tuple) else (output,)
 
@@ -183,11 +183,13 @@ class WiredLayer(nn.Module):
         """Sequences of the batch as ranks."""
         return y if self.spec.ranks == 1 else y.unflatten(0, (-1, len(agreed)))
 
-    def _for_all_ranks(self, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> dict[str, Any]:
-        """The attention's arguments for every rank's sequences: masks, rotary angles and the like repeated."""
+    def _for_all_ranks(self, branch: Branch, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> dict[str, Any]:
+        """An attention's arguments for every rank's sequences: masks, rotary angles and the like repeated."""
         if self.spec.ranks == 1:
             return named
-        check_cache(named.get("past_key_values"), self.spec.index, len(x))
+        cache = named.get("past_key_values")
+        own = "cross_attention_cache" if branch is self.spec.layout.cross else "self_attention_cache"
+        check_cache(getattr(cache, own, cache), self.spec.index, len(x))
         if len(x) == len(agreed):
             return named
         if named.get("cu_seq_lens_q") is not None:

@@ -54,7 +54,7 @@ def repeated(value: Any, batch: int, ranks: int) -> Any:
 
 def check_cache(cache: Any, index: int, sequences: int) -> None:
     """Refuse a cache that was reordered or cut without regard to the ranks in it (beam search does that)."""
-    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    layers = getattr(cache, "layers", ())
     keys = getattr(layers[index], "keys", None) if index < len(layers) else None
     if keys is not None and keys.dim() and len(keys) not in (0, sequences):
         raise LadderError(

@@ -26,7 +26,7 @@ _WIDER = (
     "ForTextEncoding",
     "ForPreTraining",
     "ForZeroShotImageClassification",
-)  # classes that may be a model's only one
+)  # may be a model's only one
 
 
 class WiredConfig(PreTrainedConfig):
