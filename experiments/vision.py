@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wiring", nargs="+", default=["standard", "parallel", "ladder"])
     parser.add_argument("--seed", nargs="+", type=int, default=[1, 2])
-    for name, default in (("steps", 900), ("batch", 64), ("layers", 4)):
+    for name, default in (("steps", 1000), ("batch", 64), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     torch.set_num_threads(1)
