@@ -72,18 +72,21 @@ own use:
     return _card(body, "adapt", folder, family, source)
 
 
-def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool, result: str) -> str:
-    """For a model whose weights were fitted, not trained; `result`: how good they are."""
+def fitted_card(
+    source: str, folder: str, family: str, wiring: Wiring, native: bool, result: str, auto: str = CAUSAL
+) -> str:
+    """For a model whose weights were fitted, not trained; `result`: how good they are; `auto`: the class for it."""
+    data = "TEXT" if auto == CAUSAL else "INPUTS.safetensors"
+    measure = f"\n    ladder eval {source} {folder} --text book.txt --source {source}" if auto == CAUSAL else ""
     text = f"""`{source}` under another wiring, its weights fitted to it by least squares, layer by layer, not trained:
 
     {wiring}
 
 {_rewired(wiring)} {result}. Training goes on from here; measure it before use:
 
-    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --init-from {folder}
-    ladder eval {source} {folder} --text book.txt --source {source}
+    ladder adapt {source} OUT --data {data} --wiring "{wiring}" --init-from {folder}{measure}
 
-{_loading(folder, family, wiring, native)}"""
+{_loading(folder, family, wiring, native, auto=auto)}"""
     return _card(text, "fit", folder, family, source)
 
 

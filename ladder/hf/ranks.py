@@ -64,7 +64,9 @@ def check_cache(cache: Any, index: int, sequences: int) -> None:
 
 def output_projection(layer: nn.Module, branch: Branch) -> nn.Module:
     """The output projection of a sub-block."""
-    return layer.get_submodule(branch.inside(str(branch.out)))
+    block: Any = layer.get_submodule(branch.block) if branch.block else layer
+    out = branch.also if branch.also is not None and not hasattr(block, str(branch.out)) else branch.out
+    return block.get_submodule(str(out))  # type: ignore[no-any-return]
 
 
 def set_rank_slice(layer: nn.Module, branch: Branch, part: RankSlice | None) -> None:

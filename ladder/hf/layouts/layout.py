@@ -23,6 +23,8 @@ class Branch:
     after: tuple[str, ...] = ()  # what its output goes through, in order: norms, dropouts
     dropout: Callable[[Any], float] | None = None  # by the config: a dropout that is no child
     out: str | None = None  # the block's output projection, where what follows it is linear (a norm is not)
+    also: str | None = None  # its name in layers that have none of that name
+    gain: str | None = None  # a parameter among `after` that multiplies each output: linear, too
     divided: bool = True  # it can be divided among emulated ranks: the n-th part of its inputs is the n-th rank's
     reads: tuple[str, ...] = ()  # the block's parameters that multiply its input; those of them that it has
     takes: Mapping[str, str] | None = None  # the block's arguments, each by the layer's; None: those of that name

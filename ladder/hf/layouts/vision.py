@@ -1,5 +1,7 @@
 """Vision models, and models of two towers: one for images, one for text."""
 
+from typing import Any
+
 from ladder.hf.layouts.layout import Branch, LayerLayout
 
 _QKV, _WIDENED = ("q_proj.weight", "k_proj.weight", "v_proj.weight"), ("fc1.weight",)
@@ -13,6 +15,11 @@ def _contrastive(layer_class: str, configs: tuple[str, ...] = ("",)) -> LayerLay
         layer_class=layer_class,
         configs=configs,
     )
+
+
+def _dinov2_width(config: Any) -> int:
+    width = int(config.hidden_size * config.mlp_ratio)
+    return (int(width * 2 / 3) + 7) // 8 * 8 if config.use_swiglu_ffn else width
 
 
 _CLIP, _SIGLIP = _contrastive("CLIPEncoderLayer"), _contrastive("SiglipEncoderLayer")
@@ -32,6 +39,7 @@ VISION: dict[str, tuple[LayerLayout, ...]] = {
                 before=("norm1",),
                 after=("layer_scale1", "drop_path"),
                 out="output.dense",
+                gain="layer_scale1.lambda1",
                 reads=("attention.query.weight", "attention.key.weight", "attention.value.weight"),
             ),
             Branch(
@@ -39,10 +47,12 @@ VISION: dict[str, tuple[LayerLayout, ...]] = {
                 before=("norm2",),
                 after=("layer_scale2", "drop_path"),
                 out="fc2",
-                reads=_WIDENED,
+                also="weights_out",
+                gain="layer_scale2.lambda1",
+                reads=(*_WIDENED, "weights_in.weight"),
             ),
             layer_class="Dinov2Layer",
-            width=lambda config: int(config.hidden_size * config.mlp_ratio),
+            width=_dinov2_width,
         ),
     ),
     "siglip": (_contrastive("SiglipEncoderLayer", _TOWERS),),
