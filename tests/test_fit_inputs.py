@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ladder.errors import LadderError
 from ladder.hf import rewire
+from ladder.scan.checkpoints import read_original
 from ladder.scan.fit_inputs import fit_inputs, reads_inputs
 from ladder.scan.inputs import Inputs, output_distance
 from ladder.scan.options import FitOptions
@@ -112,3 +113,10 @@ def test_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Pat
     with pytest.raises(LadderError, match=message) as refused:
         fit_inputs(FitOptions(str(tmp_path / "in"), tmp_path / "out", **given), silent)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_what_is_for_decoders_says_so(tmp_path: Path) -> None:
+    """What `ladder adapt` and `ladder quantize` begin with."""
+    build("vit").save_pretrained(tmp_path / "in")
+    with pytest.raises(LadderError, match=r"is no decoder of text \(vit\): ladder convert and ladder fit take it"):
+        read_original(str(tmp_path / "in"), "ladder", 16)

@@ -76,15 +76,14 @@ def fitted_card(
     source: str, folder: str, family: str, wiring: Wiring, native: bool, result: str, auto: str = CAUSAL
 ) -> str:
     """For a model whose weights were fitted, not trained; `result`: how good they are; `auto`: the class for it."""
-    data = "TEXT" if auto == CAUSAL else "INPUTS.safetensors"
-    measure = f"\n    ladder eval {source} {folder} --text book.txt --source {source}" if auto == CAUSAL else ""
+    adapt = f'ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --init-from {folder}'
+    measure = f"ladder eval {source} {folder} --text book.txt --source {source}"
+    how = f":\n\n    {adapt}\n    {measure}" if auto == CAUSAL else "."
     text = f"""`{source}` under another wiring, its weights fitted to it by least squares, layer by layer, not trained:
 
     {wiring}
 
-{_rewired(wiring)} {result}. Training goes on from here; measure it before use:
-
-    ladder adapt {source} OUT --data {data} --wiring "{wiring}" --init-from {folder}{measure}
+{_rewired(wiring)} {result}. Training goes on from here; measure it before use{how}
 
 {_loading(folder, family, wiring, native, auto=auto)}"""
     return _card(text, "fit", folder, family, source)

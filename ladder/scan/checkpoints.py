@@ -24,7 +24,11 @@ def read_original(model: str, pattern: str | None, seq_len: int) -> tuple[Any, W
     be wired, and keeps its wiring.
     """
     config = pretrained(AutoConfig, model)
-    layout_of(config.model_type)
+    if layout_of(config.model_type).layer_class is not None:
+        raise LadderError(
+            f"{model} is no decoder of text ({config.model_type}): ladder convert and ladder fit take it, and in "
+            "Python ladder.hf.rewire, whose models train as any other"
+        )
     refuse_settings(config)
     wiring = wiring_of(vars(config), config.num_hidden_layers)
     if pattern is not None:
@@ -42,13 +46,12 @@ def refuse_unfittable(config: Any) -> None:
     layouts = layouts_of(config.model_type)
     if any(layout.post_norm for layout in layouts):
         raise LadderError(
-            f"{config.model_type} cannot be fitted: a norm stands on the sum that a projection would correct; train it "
-            "with ladder adapt"
+            f"{config.model_type} cannot be fitted: a norm stands on the sum that a projection would correct; rewire "
+            "and train it"
         )
     if len(layouts) > 1:
         raise LadderError(
-            f"{config.model_type} cannot be fitted: its decoder reads what its encoder has become; train it with "
-            "ladder adapt"
+            f"{config.model_type} cannot be fitted: its decoder reads what its encoder has become; rewire and train it"
         )
 
 
