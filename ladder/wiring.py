@@ -19,6 +19,10 @@ A row of the table is a cycle of such pairs, repeated over the sub-blocks of a r
     desync-Nx-local, desync-Nx-L-local          the cycle alone: a model that ends within one ends local
     none         (0 local)                  no communication: what one lane could reach, not a model
 
+A layer has as many sub-blocks as its family: two, or three in a decoder that also attends to an encoder (attention,
+cross-attention, MLP). Rows that speak of a layer say it so: in `parallel` all but its last are held, and all of them
+share the last one's all-reduce; in `ladder-A-M` every attention has lag A. All other rows count sub-blocks.
+
 A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
 `ladder standard@0,30-31` (a default, then exceptions).
 """
@@ -106,6 +110,13 @@ def ends_with_reduce(name: str) -> bool:
     """Whether a model that ends with this row ends with an all-reduce, wherever in its cycle the row is then."""
     match = _DESYNC.fullmatch(name)
     return match is not None and match[3] is None
+
+
+def layer_cycle(name: str, count: int) -> Row:
+    """The cycle behind a row's name for layers of `count` sub-blocks, of which the last is the MLP."""
+    cycle, name = row(name), canonical(name)
+    of_a_layer = cycle[0].out is Out.HOLD or (name.startswith("ladder") and len(cycle) == 2)
+    return cycle[:1] * (count - 1) + cycle[1:] if of_a_layer else cycle
 
 
 def independent(blocks: Sequence[SubBlock]) -> list[bool]:
@@ -201,18 +212,21 @@ class Wiring:
         return any(block.out is Out.LOCAL for layer in self.sub_blocks() for block in layer)
 
     def sub_blocks(self) -> tuple[tuple[SubBlock, SubBlock], ...]:
-        """(attention, MLP) of every layer. A row's cycle starts anew where a run of layers of that row starts. A run of
-        desync that other layers follow may end within its cycle: the next all-reduce carries what has drifted. At the
-        model's end nothing follows, so its last sub-block reduces.
+        """(attention, MLP) of every layer of a decoder."""
+        return tuple((attention, mlp) for attention, mlp in self.layer_blocks(2))
+
+    def layer_blocks(self, count: int) -> tuple[Row, ...]:
+        """The `count` sub-blocks of every layer. A row's cycle starts anew where a run of layers of that row starts. A
+        run of desync that other layers follow may end within its cycle: the next all-reduce carries what has drifted.
+        At the model's end nothing follows, so its last sub-block reduces.
         """
-        table: list[tuple[SubBlock, SubBlock]] = []
+        table: list[Row] = []
         for name, group in groupby(self.layers):
-            cycle = row(name)
+            cycle = layer_cycle(name, count)
             for index in range(len(list(group))):
-                attention, mlp = (cycle[(2 * index + half) % len(cycle)] for half in (0, 1))
-                table.append((attention, mlp))
+                table.append(tuple(cycle[(count * index + part) % len(cycle)] for part in range(count)))
         if self.layers and ends_with_reduce(self.layers[-1]):
-            table[-1] = table[-1][0], replace(table[-1][1], out=Out.REDUCE)
+            table[-1] = (*table[-1][:-1], replace(table[-1][-1], out=Out.REDUCE))
         return tuple(table)
 
     def all_reduces(self) -> int:

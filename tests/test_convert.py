@@ -214,7 +214,7 @@ def damaged(source: Path, what: str) -> None:
     ("missing shard", "ladder", "no such file"),
     ("wrong index", "ladder", "lacks the tensor 'a'"),
     ("outside", "ladder", "not the plain name of a file"),
-    ('{"model_type": "t5"}', "ladder", "unknown model family 't5': known are llama, .*bloom; a new one needs a row"),
+    ('{"model_type": "xlnet"}', "ladder", "unknown model family 'xlnet': known are llama, .*bloom, .*t5; a new one"),
     ('{"num_hidden_layers": "many"}', "ladder", "cannot be read as llama"),
     ('{"quantization_config": {"bits": 4}}', "ladder", "quantization_config must name a quant_method"),
     ('{"quantization_config": "int4"}', "ladder", "cannot be read as llama"),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from examples.vision import main
 from ladder import LLM, SamplingParams
 from ladder.hf import rewire
 from ladder.hf.convert import convert
@@ -19,7 +20,8 @@ from tests.scripts import EXAMPLES, example
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval's and the pipeline's
 WITH_TRL = {"trl_sft", "trl_dpo"}
-HERE = {"tiny_checkpoint", "text_generation", "lm_eval_python", "lora_quantized"}
+HERE = {"tiny_checkpoint", "text_generation", "lm_eval_python", "lora_quantized", "vision"}
+USED = {"images"}  # by the one named above
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def wired(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_are_run() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == WITH_TRL | HERE
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == WITH_TRL | HERE | USED
 
 
 def test_text_generation(wired: Path, tmp_path: Path) -> None:
@@ -83,3 +85,13 @@ def test_lora_beside_quantized_weights(wired: Path, tmp_path: Path) -> None:
         right = float(model(input_ids=tokens, labels=tokens).loss)
         assert model.get_base_model().config.wiring == "ladder"
         assert float(rewire(model, "standard")(input_ids=tokens, labels=tokens).loss) > right + 0.1
+
+
+def test_a_vision_transformer_converted_and_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = main(tmp_path, steps=12, examples=200)
+    said = capsys.readouterr().out
+    assert "fitted on 176 examples: KL" in said
+    assert "rewired: wiring standard:1 ladder:3" in said and "fitted: wiring standard:1 ladder:3" in said
+    assert all(0 <= value <= 1 for value in found.values())
+    rewired, fitted = (float(part.split()[1].rstrip(",")) for part in said.split("KL")[1:3] for part in [f"KL {part}"])
+    assert fitted < rewired

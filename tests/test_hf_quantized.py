@@ -24,9 +24,9 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.convert import convert
 from ladder.hf.evaluate import Arm, evaluate
-from ladder.hf.layer import output_projection
 from ladder.hf.load import pretrained
 from ladder.hf.measures import distance
+from ladder.hf.ranks import output_projection
 from ladder.hf.wire import layers_of
 from ladder.model import Decoder
 from ladder.scan.fit import fit

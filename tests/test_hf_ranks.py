@@ -19,7 +19,7 @@ from ladder.comm.stacked import Stacked
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.hf import rewire, set_staleness
-from ladder.hf.layer import BiasOnce, RankSlice
+from ladder.hf.ranks import BiasOnce, RankSlice
 from ladder.model import Decoder
 from tests import oracle
 from tests.hosts import BACKWARD, FORWARD, LAYERS, _attention, _mlp, host

@@ -249,12 +249,12 @@ def test_a_plain_model_is_left_alone(plain: Path, tmp_path: Path) -> None:
 
 def test_strangers_keys_are_no_wiring(tmp_path: Path) -> None:
     """A config of a family that we know nothing of may have a key of the same name."""
-    from transformers import BertConfig, BertModel
+    from transformers import XLNetConfig, XLNetModel
 
-    config = BertConfig.from_dict({"model_type": "bert", "wiring": "star", "hidden_size": 32, "num_hidden_layers": 1,
-                                   "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20})  # fmt: skip
-    BertModel(config).save_pretrained(tmp_path)
-    assert type(BertModel.from_pretrained(tmp_path).config) is BertConfig
+    config = XLNetConfig.from_dict({"model_type": "xlnet", "wiring": "star", "d_model": 32, "n_layer": 1, "n_head": 2,
+                                    "d_inner": 16, "vocab_size": 20})  # fmt: skip
+    XLNetModel(config).save_pretrained(tmp_path)
+    assert type(XLNetModel.from_pretrained(tmp_path).config) is XLNetConfig
 
 
 def test_accelerate_loads_it_wired(wired: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder.errors import LadderError
-from ladder.wiring import EXAMPLES, Out, SubBlock, Wiring, canonical, independent, row
+from ladder.wiring import EXAMPLES, Out, SubBlock, Wiring, canonical, independent, layer_cycle, row
 
 REDUCE, HOLD, LOCAL = Out.REDUCE, Out.HOLD, Out.LOCAL
 
@@ -314,3 +314,39 @@ def test_ladder_layers_refused(value: object, named: str) -> None:
         Wiring.from_ladder_layers(value, 5)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# Layers of three sub-blocks (attention, cross-attention, MLP): (lag and out) of each in the first two layers
+THREE = {
+    "standard": [(0, REDUCE)] * 6,
+    "parallel": [(0, HOLD), (0, HOLD), (0, REDUCE)] * 2,
+    "parallel-2": [(2, HOLD), (2, HOLD), (2, REDUCE)] * 2,
+    "ladder": [(1, REDUCE)] * 6,
+    "ladder-2": [(2, REDUCE)] * 6,
+    "ladder-1-2": [(1, REDUCE), (1, REDUCE), (2, REDUCE)] * 2,
+    "ladder-0-1": [(0, REDUCE), (0, REDUCE), (1, REDUCE)] * 2,
+    "desync-2x": [(0, LOCAL), (0, REDUCE)] * 3,
+    "desync-3x-1": [(1, LOCAL), (1, LOCAL), (1, REDUCE)] * 2,
+    "desync-4x": [(0, LOCAL), (0, LOCAL), (0, LOCAL), (0, REDUCE), (0, LOCAL), (0, REDUCE)],
+    "desync-4x-local": [(0, LOCAL), (0, LOCAL), (0, LOCAL), (0, REDUCE), (0, LOCAL), (0, LOCAL)],
+    "none": [(0, LOCAL)] * 6,
+}
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_layers_of_three_sub_blocks(name: str) -> None:
+    found = [(block.lag, block.out) for layer in Wiring((name, name)).layer_blocks(3) for block in layer]
+    assert found == THREE[name]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_layers_of_two_sub_blocks_are_those_of_a_decoder(name: str) -> None:
+    assert layer_cycle(name, 2) == row(name)
+    wiring = Wiring((name,) * 5 + ("ladder",) + (name,) * 3)
+    assert wiring.layer_blocks(2) == wiring.sub_blocks()
+
+
+def test_a_cycle_starts_anew_with_its_run_whatever_a_layer_has() -> None:
+    found = Wiring.parse("desync-2x:1 ladder:1 desync-2x:1", 3).layer_blocks(3)
+    assert [block.out for block in found[0]] == [LOCAL, REDUCE, LOCAL]
+    assert [block.out for block in found[2]] == [LOCAL, REDUCE, REDUCE]  # the model's last one

@@ -15,8 +15,12 @@ def fit(options: FitOptions) -> None:
     with ladder adapt --init-from.
     """
     from ladder.scan.fit import fit
+    from ladder.scan.fit_inputs import fit_inputs, reads_inputs
 
     with steps_bar("loading") as progress:
+        if reads_inputs(options.model):
+            typer.echo(f"wrote {options.out}, {fit_inputs(options, progress)}")
+            return
         found = fit(options, progress)
     rewired, fitted = found.rewired, found.fitted
     typer.echo(

@@ -3,7 +3,9 @@
 An unknown `model_type` stops those who look it up: transformers' Auto classes, and vLLM, which asks `AutoConfig` for
 types that it has no class for. llama.cpp's converter reads config.json even where `AutoConfig` has refused it; it looks
 up the first of `architectures`, and has no `LadderForCausalLM`. But transformers only warns where a class is named
-(`LlamaForCausalLM.from_pretrained`). So one number that every class needs is also stored under another name.
+(`LlamaForCausalLM.from_pretrained`). So one number that every class needs is also stored under another name: the size
+of the vocabulary, or what else a model without one, or a class without its embedding, cannot be made without. The
+config of each tower of a model is locked by itself.
 
 The paper's authors have published configs of their own, which are read as they are: `"model_type": "llamaLadder"` with
 `ladder_layers`. Nothing locks those.
@@ -18,7 +20,9 @@ from ladder.wiring import Wiring
 WIRED_MODEL_TYPE = "ladder"
 WIRED_ARCHITECTURE = "LadderForCausalLM"
 PAPER_MODEL_TYPE = "llamaLadder"  # of the authors' checkpoints, whose tensors are Llama's
-_LOCKED, _KEPT = "vocab_size", "ladder_vocab_size"
+_LOCKED = ("vocab_size", "hidden_size", "d_model", "projection_dim")
+_KEPT = "ladder_{}"
+TOWERS = ("text_config", "vision_config")
 _CLASSES, _KEPT_CLASSES = "architectures", "base_architectures"
 # model_type -> settings of config.json, with their defaults, any of which makes the layers parallel
 _PARALLEL = {
@@ -34,26 +38,53 @@ def locked(raw: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": WIRED_MODEL_TYPE,
         "base_model_type": raw["model_type"],
     }
-    return {**raw, **wired, _LOCKED: None, _KEPT: raw[_LOCKED], _KEPT_CLASSES: raw.get(_CLASSES)}
+    return {**_without_sizes(raw), **wired, _KEPT_CLASSES: raw.get(_CLASSES)}
+
+
+def locked_keys(raw: Mapping[str, Any]) -> list[str]:
+    """The numbers of a config.json that are stored under another name."""
+    if "vocab_size" in raw and "d_model" not in raw:
+        return ["vocab_size"]
+    return [key for key in _LOCKED if key in raw]
+
+
+def _without_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    towers = {key: _without_sizes(raw[key]) for key in TOWERS if isinstance(raw.get(key), dict)}
+    found = {**raw, **towers}
+    if towers:
+        found["hidden_size"] = None  # a tower's own class may look here
+    for key in locked_keys(raw):
+        found |= {key: None, _KEPT.format(key): raw[key]}
+    return found
+
+
+def _with_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    towers = {key: _with_sizes(raw[key]) for key in TOWERS if isinstance(raw.get(key), dict)}
+    found = {**raw, **towers}
+    if towers and found.get("hidden_size", 0) is None:
+        del found["hidden_size"]
+    for key in _LOCKED:
+        if _KEPT.format(key) in found:
+            found[key] = found.pop(_KEPT.format(key))
+    return found
 
 
 def unlocked(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The plain config.json behind one of ours or the authors', the key that names the wiring kept; a plain one stays
     as it is.
     """
-    raw = dict(raw)
     if raw.get("model_type") == PAPER_MODEL_TYPE:
+        raw = dict(raw)
         classes = raw.get(_CLASSES)
         if isinstance(classes, list):
             raw[_CLASSES] = [str(name).replace("LlamaLadder", "Llama") for name in classes]
         layers = [] if raw.get("ladder_layers") is None and raw.get("wiring") is None else raw.get("ladder_layers")
         return {**raw, "model_type": "llama", "ladder_layers": layers}
     if raw.get("model_type") != WIRED_MODEL_TYPE:
-        return raw
+        return dict(raw)
+    raw = _with_sizes(raw)
     raw["model_type"] = raw.pop("base_model_type", None)
     raw[_CLASSES] = raw.pop(_KEPT_CLASSES, None)
-    if _KEPT in raw:
-        raw[_LOCKED] = raw.pop(_KEPT)
     if raw.get("wiring") is None and raw.get("ladder_layers") is None:
         raise LadderError(f"model_type {WIRED_MODEL_TYPE!r} needs the key 'wiring'")
     return raw

@@ -8,12 +8,22 @@ from huggingface_hub import ModelCard, ModelCardData
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.wiring import Wiring
 
+CAUSAL = "AutoModelForCausalLM"
+
 
 def card(
-    source: str, folder: str, family: str, before: Wiring, wiring: Wiring, native: bool, quantizer: str | None = None
+    source: str,
+    folder: str,
+    family: str,
+    before: Wiring,
+    wiring: Wiring,
+    native: bool,
+    quantizer: str | None = None,
+    auto: str = CAUSAL,
+    stacks: int = 1,
 ) -> str:
     """For a folder with the weights of `source`, unchanged. `before`: the wiring of `source`; `native`: the engine of
-    `ladder` reads it.
+    `ladder` reads it; `auto`: the class that loads it; `stacks`: of its layers, which are wired alike.
     """
     weights = "weights" if quantizer is None else f"quantized weights ({quantizer})"
     if wiring.is_standard:
@@ -24,22 +34,23 @@ def card(
     under, advice = "another wiring", _AFTER_REWIRING
     if wiring == before:
         under, advice = "the wiring that it names", _AS_BEFORE
+    worse = "writes worse text, or nonsense" if auto == CAUSAL else "is worse at what it does, or useless"
     text = f"""The {weights} of `{source}`, unchanged, under {under}:
 
     {wiring}
 
-{_rewired(wiring)}
+{_rewired(wiring) if stacks == 1 else f"Each of its {stacks} stacks of layers is wired so."}
 
-{advice.format(source)}
+{advice.format(source, worse)}
 
-{_loading(folder, family, wiring, native, quantizer)}"""
+{_loading(folder, family, wiring, native, quantizer, auto)}"""
     return _card(text, "convert", folder, family, source)
 
 
 _AFTER_REWIRING = """\
 **It needs adaptation before use.** The weights were trained under another wiring. Rewired layers read the residual
-stream without its newest all-reduces, and a model that is merely rewired writes worse text, or nonsense (Ladder
-Residual, arXiv 2501.06589). Retrain or distill it, then measure it against `{}`."""
+stream without its newest all-reduces, and a model that is merely rewired {1} (Ladder
+Residual, arXiv 2501.06589). Retrain or distill it, then measure it against `{0}`."""
 _AS_BEFORE = """\
 The wiring is the one that the config of `{0}` names, and nothing was rewired: `{0}` says what the weights were
 trained for, and how good they are."""
@@ -75,18 +86,20 @@ own use:
     return _card(body, "adapt", folder, family, source)
 
 
-def fitted_card(source: str, folder: str, family: str, wiring: Wiring, native: bool, result: str) -> str:
-    """For a model whose weights were fitted, not trained; `result`: how good they are."""
+def fitted_card(
+    source: str, folder: str, family: str, wiring: Wiring, native: bool, result: str, auto: str = CAUSAL
+) -> str:
+    """For a model whose weights were fitted, not trained; `result`: how good they are; `auto`: the class for it."""
+    adapt = f'ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --init-from {folder}'
+    measure = f"ladder eval {source} {folder} --text book.txt --source {source}"
+    how = f":\n\n    {adapt}\n    {measure}" if auto == CAUSAL else "."
     text = f"""`{source}` under another wiring, its weights fitted to it by least squares, layer by layer, not trained:
 
     {wiring}
 
-{_rewired(wiring)} {result}. Training goes on from here; measure it before use:
+{_rewired(wiring)} {result}. Training goes on from here; measure it before use{how}
 
-    ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --init-from {folder}
-    ladder eval {source} {folder} --text book.txt --source {source}
-
-{_loading(folder, family, wiring, native)}"""
+{_loading(folder, family, wiring, native, auto=auto)}"""
     return _card(text, "fit", folder, family, source)
 
 
@@ -164,7 +177,9 @@ The tensor-parallel engine of `ladder` applies no adapters.
 """
 
 
-def _loading(folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None) -> str:
+def _loading(
+    folder: str, family: str, wiring: Wiring, native: bool, quantizer: str | None = None, auto: str = CAUSAL
+) -> str:
     hides = any(block.lag for layer in wiring.sub_blocks() for block in layer)
     hidden = ", the all-reduces hidden behind the sub-blocks that follow" if hides else ""
     needs = "" if wiring.is_standard else "    import ladder.hf  # without it, loading fails\n"
@@ -172,9 +187,9 @@ def _loading(folder: str, family: str, wiring: Wiring, native: bool, quantizer: 
     engine = f'On several ranks{hidden}:\n\n    ladder generate --model {folder} --tp 2 --prompt "..."'
     return f"""In transformers:
 
-{needs}    from transformers import AutoModelForCausalLM
+{needs}    from transformers import {auto}
 
-    model = AutoModelForCausalLM.from_pretrained("{folder}")
+    model = {auto}.from_pretrained("{folder}")
 
 {engine if native else f"The tensor-parallel engine of `ladder` does not {lacks} yet."}
 """

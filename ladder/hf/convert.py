@@ -23,13 +23,15 @@ from ladder.checkpoint import INDEX, SINGLE, weight_files
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.config.fields import read_config
 from ladder.config.hf import KEYS
-from ladder.config.lock import locked, shared_norm_of, unlocked, wiring_of
+from ladder.config.lock import TOWERS, locked, shared_norm_of, unlocked, wiring_of
 from ladder.config.quantization import READERS
 from ladder.errors import LadderError, check_known
 from ladder.files import check_new, new_folder, writable
 from ladder.hf.card import card
-from ladder.hf.families import layout_of
+from ladder.hf.families import layouts_of
 from ladder.hf.load import quantizer_of, with_formats
+from ladder.hf.register import auto_of, with_sizes
+from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths
 from ladder.hf.wire import refuse_settings
 from ladder.progress import Progress
 from ladder.wiring import Wiring
@@ -38,7 +40,7 @@ WEIGHTS = "*.safetensors"
 # what belongs to a checkpoint besides its weights; not its code, its other formats, its card
 BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
 BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
-BESIDE += ["USE_POLICY*", "LICENCE*"]
+BESIDE += ["USE_POLICY*", "LICENCE*", "*processor_config.json", "normalizer.json"]
 BUFFER = 16 << 20
 
 
@@ -98,7 +100,8 @@ def _convert(
         (folder / "config.json").write_text(text, encoding="utf-8")
         method, kind = quantizer_of(plain), plain["model_type"]
         native = kind in NATIVE and (method is None or method in READERS)
-        text = card(name, out.name, kind, before, wiring, native, method)
+        auto, stacks = auto_of(plain), len(stack_depths(CONFIG_MAPPING[kind].from_dict(dict(plain))))
+        text = card(name, out.name, kind, before, wiring, native, method, auto, stacks)
         (folder / "README.md").write_text(text, encoding="utf-8")
         if out.exists():
             out.rmdir()  # empty, as was seen
@@ -135,10 +138,10 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     """
     raw = unlocked(raw)
     model_type = str(raw.get("model_type"))
-    layout_of(model_type)
+    layouts_of(model_type)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
-        layers = int(config.num_hidden_layers)
+        depths = stack_depths(config)
     except LadderError:
         raise
     except Exception as error:
@@ -147,16 +150,20 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     _check_activation(config)
     if quantizer_of(raw) == "compressed-tensors":
         raw["quantization_config"] = with_formats(raw["quantization_config"])
-    wiring = wiring_of(raw, layers) if pattern is None else Wiring.parse(pattern, layers)
-    if pattern is None and wiring.is_standard:
+    wirings = named_wiring(raw, depths) if pattern is None else parse_each(pattern, depths)
+    text = as_text(wirings, raw.get("wiring") if pattern is None else pattern)
+    if pattern is None and text == "standard":
         raise LadderError("no wiring: name one, as in --wiring ladder or --wiring 'standard:16 ladder:16'")
     gone = ["wiring", "ladder_layers", "auto_map"]
     if pattern is not None:
         gone += ["staleness", "wiring_ranks"]  # of the wiring that was
     plain = {key: value for key, value in raw.items() if key not in gone}
-    plain.setdefault("vocab_size", config.vocab_size)
-    lock = shared_norm_of(raw) or not wiring.is_standard
-    return ({**plain, "wiring": str(wiring)} if lock else plain), wiring
+    for tower in TOWERS:  # a model that was saved names its wiring there, too
+        if isinstance(plain.get(tower), dict):
+            plain[tower] = {key: value for key, value in plain[tower].items() if key not in gone}
+    plain = with_sizes(plain, config)
+    lock = shared_norm_of(raw) or text != "standard"
+    return ({**plain, "wiring": text} if lock else plain), wirings[0]
 
 
 def _check_activation(config: Any) -> None:

@@ -1,47 +1,13 @@
-"""Where each family of transformers keeps the parts of a layer. A family is a row in the table at the end.
-
-What a sub-block adds to the stream, whatever the family:
-
-    stream  +=  scale * after( block( before(stream) ) )
+"""Where each family of transformers keeps the parts of a layer. A decoder is a row in the table at the end; others are
+rows in ladder/hf/layouts/.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ladder.config.lock import born_parallel
 from ladder.errors import LadderError
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One sub-block: names of the layer's children."""
-
-    block: str
-    before: tuple[str, ...] = ()  # the norm that it reads through: the first of these that the layer has; none: none
-    after: tuple[str, ...] = ()  # what its output goes through, in order: norms, dropouts
-    dropout: Callable[[Any], float] | None = None  # by the config: a dropout that is no child
-    out: str | None = None  # the block's output projection, where what follows it is linear (a norm is not)
-    divided: bool = True  # it can be divided among emulated ranks: the n-th part of its inputs is the n-th rank's
-    reads: tuple[str, ...] = ()  # the block's parameters that multiply its input; those of them that it has
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """The parts of a layer of one model_type."""
-
-    attention: Branch
-    mlp: Branch
-    layers: str = "layers"  # the base model's list of them
-    scale: str | None = None  # the layer's attribute that multiplies both branches
-    adds_residual: bool = False  # its sub-blocks take the residual as their second argument, and add it themselves
-    returns_weights: bool = False  # the layer returns (stream, attention weights) and not the stream alone
-    unsupported: dict[str, str] = field(default_factory=dict)  # settings that leave no residual stream, and why
-
-    @property
-    def divisible(self) -> bool:
-        """Whether its sub-blocks can be divided among emulated ranks."""
-        return all(branch.out is not None and branch.divided for branch in (self.attention, self.mlp))
+from ladder.hf.layouts import NOT_DECODERS
+from ladder.hf.layouts.layout import Branch, LayerLayout
 
 
 def is_parallel(config: Any) -> bool:
@@ -49,14 +15,26 @@ def is_parallel(config: Any) -> bool:
     return born_parallel({**vars(config), "model_type": config.model_type})
 
 
+def known_families() -> list[str]:
+    """The model_types that can be wired."""
+    return [*LAYOUTS, *NOT_DECODERS]
+
+
 def layout_of(model_type: str) -> LayerLayout:
-    """The row of a model_type."""
-    if model_type not in LAYOUTS:
+    """The row of a model_type; the first where a model has several stacks."""
+    return layouts_of(model_type)[0]
+
+
+def layouts_of(model_type: str) -> tuple[LayerLayout, ...]:
+    """The rows of a model_type: one, or one for each kind of stack."""
+    if model_type in LAYOUTS:
+        return (LAYOUTS[model_type],)
+    if model_type not in NOT_DECODERS:
         raise LadderError(
-            f"unknown model family {model_type!r}: known are {', '.join(LAYOUTS)}; a new one needs a row in "
+            f"unknown model family {model_type!r}: known are {', '.join(known_families())}; a new one needs a row in "
             "ladder/hf/families.py that names a layer's attention, MLP and norms"
         )
-    return LAYOUTS[model_type]
+    return NOT_DECODERS[model_type]
 
 
 _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
@@ -149,14 +127,14 @@ LAYOUTS: dict[str, LayerLayout] = {
             reads=_WIDENED,
         ),
         layers="h",
-        returns_weights=True,
+        returns=((0, 1),),
     ),
     "bloom": LayerLayout(
         Branch("self_attention", before=("input_layernorm",), out="dense", divided=False, reads=_FUSED),
         Branch("mlp", before=("post_attention_layernorm",), out="dense_4h_to_h", divided=False, reads=_WIDENED),
         layers="h",
         adds_residual=True,
-        returns_weights=True,
+        returns=((0, 1),),
         unsupported={"apply_residual_connection_post_layernorm": "what its layers hand on is normalized, not a stream"},
     ),
 }

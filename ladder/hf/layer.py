@@ -22,9 +22,12 @@ from torch.nn import functional as F
 from ladder.comm.base import Solo
 from ladder.comm.stacked import Stacked
 from ladder.errors import LadderError
-from ladder.hf.families import Branch, LayerLayout, is_parallel
+from ladder.hf.families import is_parallel
+from ladder.hf.layouts.layout import Branch, LayerLayout
+from ladder.hf.layouts.normed import NormedStream
+from ladder.hf.ranks import RankSlices, check_cache, output_projection, repeated, set_rank_slice
 from ladder.residual import ResidualStream
-from ladder.wiring import Out, SubBlock
+from ladder.wiring import Out, Row
 
 
 class StreamState(NamedTuple):
@@ -32,41 +35,8 @@ class StreamState(NamedTuple):
 
     stream: Tensor  # everything: what users see as hidden state
     agreed: Tensor  # the stream without the all-reduces in flight
-    sums: tuple[Tensor, ...]  # those all-reduces' results, oldest first
+    sums: tuple[Tensor, ...]  # those all-reduces' results, oldest first; post-norm: the streams after each of them
     drifts: tuple[Tensor | None, ...] = ()  # the drift in each of them, then the ranks' own; for one rank: empty
-
-
-@dataclass(frozen=True)
-class RankSlice:
-    """A hook before an output projection: each rank's sequences keep its part of the inputs, the rest is zero."""
-
-    ranks: int
-    alike: bool  # all ranks have read the same: the input is one batch, to be divided
-
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """[batch or ranks * batch, tokens, inputs] -> [ranks * batch, tokens, inputs]."""
-        x, *rest = arguments
-        by_rank = x.unsqueeze(0) if self.alike else x.unflatten(0, (self.ranks, -1))
-        rank = torch.arange(self.ranks, device=x.device)
-        mine = rank.repeat_interleave(x.shape[-1] // self.ranks) == rank.view(-1, 1, 1, 1)
-        return by_rank.where(mine, 0).flatten(0, 1), *rest
-
-
-@dataclass(frozen=True)
-class BiasOnce:
-    """A hook after an output projection: its bias belongs to the first rank."""
-
-    ranks: int
-
-    def __call__(self, module: nn.Module, arguments: Any, y: Tensor) -> Tensor:
-        bias = getattr(module, "bias", None)  # a quantizer's own class may have none
-        if bias is None:
-            return y
-        first = len(y) // self.ranks
-        return torch.cat((y[:first], y[first:] - bias))
-
-
-RankSlices = tuple[RankSlice | None, RankSlice | None]  # of attention and MLP; None: the ranks compute the same
 
 
 @dataclass(frozen=True)
@@ -74,32 +44,45 @@ class LayerSpec:
     """How a layer is wired, and how its class is called."""
 
     layout: LayerLayout
-    wiring: tuple[SubBlock, SubBlock]
+    wiring: Row  # of its sub-blocks
     index: int
+    last: bool  # of its stack
     config: Any  # transformers'
     names: tuple[str, ...]  # of the layer's arguments after the stream
     accepted: frozenset[str] | None  # the arguments of the attention; None: any
     born_parallel: bool
     ranks: int = 1
-    slices: RankSlices = (None, None)
+    slices: RankSlices = ()  # empty: none is divided
 
     @classmethod
     def of(
         cls,
         layer: nn.Module,
         layout: LayerLayout,
-        wiring: tuple[SubBlock, SubBlock],
+        wiring: Row,
         index: int,
+        last: bool,
         config: Any,
         ranks: int = 1,
-        slices: RankSlices = (None, None),
+        slices: RankSlices = (),
     ) -> "LayerSpec":
         own = next(base for base in type(layer).__mro__ if not issubclass(base, WiredLayer) and "forward" in vars(base))
         names = tuple(inspect.signature(own.forward).parameters)[2:]  # type: ignore[attr-defined]
         attention = inspect.signature(type(layer.get_submodule(layout.attention.block)).forward).parameters.values()
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in attention)
         accepted = None if takes_any else frozenset(parameter.name for parameter in attention)
-        return cls(layout, wiring, index, config, names, accepted, is_parallel(config), ranks, slices)
+        return cls(layout, wiring, index, last, config, names, accepted, is_parallel(config), ranks, slices)
+
+    def call(self, branch: Branch, named: dict[str, Any]) -> dict[str, Any]:
+        """A sub-block's arguments besides the stream, from the layer's. What the layer has no name for goes to every
+        attention.
+        """
+        if branch is self.layout.mlp:
+            return {}
+        if branch.takes is not None:
+            own = {name: named.get(source) for name, source in branch.takes.items()}
+            return {**{name: value for name, value in named.items() if name not in self.names}, **own}
+        return {name: value for name, value in named.items() if self.accepted is None or name in self.accepted}
 
 
 class WiredLayer(nn.Module):
@@ -112,35 +95,63 @@ class WiredLayer(nn.Module):
         named.update(zip(self.spec.names, arguments, strict=False))
         state = hidden if isinstance(hidden, StreamState) else self._first(hidden)
         # tensors that gradients flow through are arguments of their own: checkpointing sees only those
-        output = super().__call__(state.agreed, *state.sums, *state.drifts, **named)
-        stream, agreed, *terms = output[:-1]
-        last = self.spec.index + 1 == self.spec.config.num_hidden_layers
-        found = stream if last else StreamState(stream, agreed, *self._split_terms(terms))
-        return (found, output[-1]) if self.spec.layout.returns_weights else found
+        given = [named.pop(name, None) for name in self.spec.layout.differentiable]
+        output = super().__call__(state.agreed, *given, *state.sums, *state.drifts, **named)
+        behind = len(output) - len(self.spec.layout.returns)
+        stream, agreed, *terms = output[:behind]
+        found = stream if self.spec.last else StreamState(stream, agreed, *self._split_terms(terms))
+        return (found, *output[behind:]) if self.spec.layout.returns else found
 
-    def forward(self, agreed: Tensor, *terms: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
-        """The whole stream, the parts that `StreamState` has of it, and the attention weights or None."""
-        layout, (attention, mlp) = self.spec.layout, self.spec.wiring
-        stream = self._stream(agreed, terms)
-        x = self._before(layout.attention, self._fold_ranks(stream.read(attention.lag, self.staleness)))
-        if self.spec.accepted is not None:
-            named = {name: value for name, value in named.items() if name in self.spec.accepted}
-        y, weights, *_ = self._block(layout.attention, x, self._for_all_ranks(x, agreed, named))
-        y = self._unfold_ranks(self._after(layout.attention, y), agreed)
-        stream.write(y, attention.out)
-        # the MLP of a born-parallel layer does not read attention's result: no part of it is given back either
-        x = stream.read(mlp.lag, self.staleness, held=not self.spec.born_parallel)
-        in_flight = mlp.lag > 0 and attention.out is Out.REDUCE
-        if self.staleness is not None and in_flight and self.spec.born_parallel:
-            x = x - (1 - self.staleness) * y
-        x = self._before(layout.mlp, self._fold_ranks(x))
-        y = self._after(layout.mlp, self._block(layout.mlp, x, {}))
-        stream.write(self._unfold_ranks(y, agreed), mlp.out)
+    def forward(self, agreed: Tensor, *terms: Any, **named: Any) -> tuple[Tensor | None, ...]:
+        """The whole stream, the parts that `StreamState` has of it, and what else the layer returns."""
+        layout = self.spec.layout
+        given = len(layout.differentiable)
+        named.update(zip(layout.differentiable, terms[:given], strict=True))
+        stream = self._stream(agreed, terms[given:])
+        outputs: list[tuple[Any, ...]] = []
+        before: tuple[Out, Tensor] | None = None
+        for branch, wiring in zip(layout.branches, self.spec.wiring, strict=True):
+            if branch.needs is not None and named.get(branch.needs) is None:
+                outputs.append(())
+                continue
+            x = self._read(stream, wiring.lag, before)
+            output = self._sub_block(branch, x, agreed, named)
+            y = self._unfold_ranks(self._after(branch, output[0]), agreed)
+            if isinstance(stream, NormedStream):
+                assert branch.norm is not None
+                stream.write(y, self.get_submodule(branch.norm))
+            else:
+                stream.write(y, wiring.out)
+            outputs.append(output)
+            before = wiring.out, y
+        more = [None if at is None else (*outputs[at[0]], None, None)[at[1]] for at in layout.returns]
+        if isinstance(stream, NormedStream):
+            agreed, sums = stream.rest()
+            return stream.read(0), agreed, *sums, *more
         agreed, sums, drifts = stream.rest()
         whole = stream.read(lag=0)
         if self.spec.ranks == 1:
-            return whole, agreed, *sums, weights if layout.returns_weights else None
-        return whole.mean(0), agreed.squeeze(0), *sums, *drifts, weights if layout.returns_weights else None
+            return whole, agreed, *sums, *more
+        return whole.mean(0), agreed.squeeze(0), *sums, *drifts, *more
+
+    def _read(self, stream: ResidualStream | NormedStream, lag: int, before: tuple[Out, Tensor] | None) -> Tensor:
+        """What a sub-block reads. `before`: what the one before it in the layer has written, and how."""
+        if isinstance(stream, NormedStream):
+            return stream.read(lag, self.staleness)
+        # the MLP of a born-parallel layer does not read attention's result: no part of it is given back either
+        x = stream.read(lag, self.staleness, held=not self.spec.born_parallel)
+        if self.staleness is not None and self.spec.born_parallel and before is not None:
+            out, y = before
+            if lag > 0 and out is Out.REDUCE:
+                x = x - (1 - self.staleness) * y
+        return x
+
+    def _sub_block(self, branch: Branch, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> tuple[Any, ...]:
+        """Its output of [ranks * batch, tokens, hidden], and what else it returns."""
+        x = self._before(branch, self._fold_ranks(x))
+        call = self._for_all_ranks(branch, x, agreed, self.spec.call(branch, named))
+        output = self._block(branch, x, call)
+        return output if isinstance(output, tuple) else (output,)
 
     def _first(self, hidden: Tensor) -> StreamState:
         """The embedding, the same on all ranks."""
@@ -151,14 +162,16 @@ class WiredLayer(nn.Module):
         sums = len(terms) if self.spec.ranks == 1 else len(terms) // 2
         return tuple(terms[:sums]), tuple(terms[sums:])
 
-    def _stream(self, agreed: Tensor, terms: Sequence[Tensor]) -> ResidualStream:
+    def _stream(self, agreed: Tensor, terms: Sequence[Tensor]) -> ResidualStream | NormedStream:
+        if self.spec.layout.post_norm:
+            return NormedStream(agreed, terms)
         if self.spec.ranks == 1:
             return ResidualStream(Solo(), agreed, terms)
-        for branch, part in zip((self.spec.layout.attention, self.spec.layout.mlp), self.spec.slices, strict=True):
+        for branch, part in zip(self.spec.layout.branches, self.spec.slices, strict=True):
             if part is not None and part not in output_projection(self, branch)._forward_pre_hooks.values():
                 raise LadderError(
-                    f"{branch.block}.{branch.out} of layer {self.spec.index} was replaced (by an adapter?) after the "
-                    "model was given its ranks: call rewire(model) once more"
+                    f"{branch.inside(str(branch.out))} of layer {self.spec.index} was replaced (by an adapter?) after "
+                    "the model was given its ranks: call rewire(model) once more"
                 )
         return ResidualStream(Stacked(self.spec.ranks), agreed.unsqueeze(0), *self._split_terms(terms))
 
@@ -170,74 +183,45 @@ class WiredLayer(nn.Module):
         """Sequences of the batch as ranks."""
         return y if self.spec.ranks == 1 else y.unflatten(0, (-1, len(agreed)))
 
-    def _for_all_ranks(self, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> dict[str, Any]:
-        """The attention's arguments for every rank's sequences: masks, rotary angles and the like repeated."""
+    def _for_all_ranks(self, branch: Branch, x: Tensor, agreed: Tensor, named: dict[str, Any]) -> dict[str, Any]:
+        """An attention's arguments for every rank's sequences: masks, rotary angles and the like repeated."""
         if self.spec.ranks == 1:
             return named
-        check_cache(named.get("past_key_values"), self.spec.index, len(x))
+        cache = named.get("past_key_values")
+        own = "cross_attention_cache" if branch is self.spec.layout.cross else "self_attention_cache"
+        check_cache(getattr(cache, own, cache), self.spec.index, len(x))
         if len(x) == len(agreed):
             return named
         if named.get("cu_seq_lens_q") is not None:
             raise LadderError("emulated ranks cannot run packed sequences (cu_seq_lens_q): give each its own sequence")
-        return {name: repeated(value, len(agreed), self.spec.ranks) for name, value in named.items()}
+        shared = self.spec.layout.shared
+        return {
+            name: value if name in shared else repeated(value, len(agreed), self.spec.ranks)
+            for name, value in named.items()
+        }
 
     def _before(self, branch: Branch, x: Tensor) -> Tensor:
         for name in branch.before:
-            if hasattr(self, name):
-                return getattr(self, name)(x)  # type: ignore[no-any-return]
+            if "." in name or hasattr(self, name):
+                return self.get_submodule(name)(x)  # type: ignore[no-any-return]
         return x
 
     def _block(self, branch: Branch, x: Tensor, named: dict[str, Any]) -> Any:
-        block = getattr(self, branch.block)
+        if branch.compute is not None:
+            return branch.compute(self, x)
+        block = self.get_submodule(branch.block)
         if self.spec.layout.adds_residual:
             return block(x, x.new_zeros(()), **named)
-        return block(hidden_states=x, **named) if branch is self.spec.layout.attention else block(x)
+        return block(x) if branch is self.spec.layout.mlp else block(hidden_states=x, **named)
 
     def _after(self, branch: Branch, y: Tensor) -> Tensor:
         for name in branch.after:
-            y = getattr(self, name)(y)
+            y = self.get_submodule(name)(y)
         if branch.dropout is not None:
             y = F.dropout(y, branch.dropout(self.spec.config), self.training)
         if self.spec.layout.scale is not None:
             y = y * getattr(self, self.spec.layout.scale)
         return y
-
-
-def repeated(value: Any, batch: int, ranks: int) -> Any:
-    """A tensor that has a batch dimension, once for each rank; anything else unchanged."""
-    if isinstance(value, tuple):
-        return tuple(repeated(each, batch, ranks) for each in value)
-    if isinstance(value, Tensor) and value.dim() > 1 and len(value) == batch:
-        return value.repeat(ranks, *[1] * (value.dim() - 1))
-    return value
-
-
-def check_cache(cache: Any, index: int, sequences: int) -> None:
-    """Refuse a cache that was reordered or cut without regard to the ranks in it (beam search does that)."""
-    layers = getattr(cache, "layers", ())
-    keys = getattr(layers[index], "keys", None) if index < len(layers) else None
-    if keys is not None and keys.dim() and len(keys) not in (0, sequences):
-        raise LadderError(
-            f"the cache has {len(keys)} sequences, the emulated ranks have {sequences}: use use_cache=False"
-        )
-
-
-def output_projection(layer: nn.Module, branch: Branch) -> nn.Module:
-    """The output projection of a sub-block."""
-    return layer.get_submodule(f"{branch.block}.{branch.out}")
-
-
-def set_rank_slice(layer: nn.Module, branch: Branch, part: RankSlice | None) -> None:
-    """Divide a sub-block among emulated ranks, or stop doing so."""
-    for module in layer.get_submodule(branch.block).modules():
-        hooks = (module._forward_pre_hooks, module._forward_hooks)
-        for handles in hooks:
-            for key in [key for key, hook in handles.items() if isinstance(hook, RankSlice | BiasOnce)]:
-                del handles[key]
-    if part is not None:
-        out = output_projection(layer, branch)
-        out.register_forward_pre_hook(part)
-        out.register_forward_hook(BiasOnce(part.ranks))
 
 
 def unwrap_states(base_model: nn.Module, arguments: Any, output: Any) -> Any:
@@ -255,6 +239,21 @@ def _streams(entry: Any) -> Any:
     return tuple(_streams(part) for part in entry) if type(entry) is tuple else entry
 
 
+class InnerBlock(nn.Module):
+    """A mixin before the class of a block that norms and adds: only its attention is called. Hooks see the weights."""
+
+    inner: str
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        return self.get_submodule(self.inner)(hidden_states, **named)
+
+
+@cache
+def inner_class(own: Any) -> Any:
+    """A block's class made one that only calls its attention; it keeps its name."""
+    return type(own.__name__, (InnerBlock, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
 @cache
 def wired_class(own: Any) -> Any:
     """A layer's class made wired; it keeps its name, by which other libraries recognize it."""
@@ -270,8 +269,12 @@ def wire_layer(layer: nn.Module, spec: LayerSpec) -> None:
             layer._old_forward = WiredLayer.forward.__get__(layer)
         layer.staleness = None  # type: ignore[assignment]
     layer.spec = spec  # type: ignore[assignment]
-    for branch, part in zip((spec.layout.attention, spec.layout.mlp), spec.slices, strict=True):
-        set_rank_slice(layer, branch, part)
+    for index, branch in enumerate(spec.layout.branches):
+        if branch.inner is not None and not isinstance(block := layer.get_submodule(branch.block), InnerBlock):
+            own = type(block)
+            block.__class__ = inner_class(own)
+            block.inner = branch.inner  # type: ignore[assignment]
+        set_rank_slice(layer, branch, spec.slices[index] if spec.slices else None)
 
 
 def set_layer_staleness(layer: nn.Module, value: float) -> None:

@@ -13,8 +13,9 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
 from ladder.config.fields import read_json
-from ladder.config.lock import names_wiring, ranks_of, unlocked, wiring_of
+from ladder.config.lock import names_wiring, ranks_of, unlocked
 from ladder.errors import LadderError
+from ladder.hf.stacks import named_wiring, stack_depths
 
 IN_MEMORY = ", rewired in memory: save it, and load that"
 
@@ -70,7 +71,7 @@ def check_name(model: Any) -> None:
 
 
 def _wiring(raw: dict[str, Any], config: Any) -> tuple[Any, ...]:
-    return wiring_of(raw, config.num_hidden_layers), ranks_of(raw), raw.get("staleness", 1.0)
+    return named_wiring(raw, stack_depths(config)), ranks_of(raw), raw.get("staleness", 1.0)
 
 
 def _config_at(name: str, commit: str | None) -> dict[str, Any] | None:

@@ -5,18 +5,15 @@ In memory a wired config is its family's with one field more (`wiring`), and its
 """
 
 import json
+from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any, cast
 
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     TOKENIZER_MAPPING,
     AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,28 +21,32 @@ from transformers import (
 
 from ladder.config.lock import (
     PAPER_MODEL_TYPE,
+    TOWERS,
     WIRED_MODEL_TYPE,
     locked,
+    locked_keys,
     names_wiring,
     ranks_of,
     shared_norm_of,
     unlocked,
-    wiring_of,
 )
 from ladder.errors import LadderError
-from ladder.hf.families import LAYOUTS, layout_of
+from ladder.hf.families import known_families, layouts_of
 from ladder.hf.layer import WiredLayer
 from ladder.hf.names import check_name, refuse_in_memory
+from ladder.hf.stacks import as_text, named_wiring, stack_depths, stacks_of
 from ladder.hf.wire import wire_layers
-from ladder.wiring import Wiring
 
-AUTO = (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering,
-)
+_TASKS: tuple[str, ...] = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+_TASKS += ("ForQuestionAnswering", "ForMaskedLM", "ForMultipleChoice", "ForNextSentencePrediction")
+_TASKS += ("ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForAudioClassification", "ForImageClassification")
+_TASKS += ("ForMaskedImageModeling",)
+_WIDER = (
+    "",
+    "ForTextEncoding",
+    "ForPreTraining",
+    "ForZeroShotImageClassification",
+)  # may be a model's only one
 
 
 class WiredConfig(PreTrainedConfig):
@@ -64,8 +65,15 @@ class WiredConfig(PreTrainedConfig):
         return _restored, (self.own_class(), vars(self))  # the class is made in the process that loads it
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        plain = {"vocab_size": self.vocab_size, **json.loads(super().to_json_string(use_diff))}
+        plain = with_sizes(json.loads(super().to_json_string(use_diff)), self)
         return json.dumps(locked({**plain, "model_type": self.model_type}), indent=2, sort_keys=True) + "\n"
+
+
+def with_sizes(raw: dict[str, Any], config: Any) -> dict[str, Any]:
+    """A config.json's content with the numbers that are locked, which it may leave out where they are defaults."""
+    towers = {key: {**getattr(config, key).to_dict(), "model_type": getattr(config, key).model_type} for key in TOWERS
+              if isinstance(getattr(config, key, None), PreTrainedConfig)}  # fmt: skip
+    return {**{key: vars(config)[key] for key in locked_keys(vars(config))}, **raw, **towers}
 
 
 class LadderConfig(PreTrainedConfig):
@@ -76,7 +84,7 @@ class LadderConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         model_type = unlocked(config_dict)["model_type"]
-        layout_of(model_type)
+        layouts_of(model_type)
         own: Any = CONFIG_MAPPING[model_type]
         return wired_config(own).from_dict(config_dict, **kwargs)
 
@@ -91,15 +99,27 @@ class PaperConfig(LadderConfig):
 def wired_config(own: Any) -> Any:
     """A family's config class made wired, and registered with the Auto classes."""
     wired = type(f"Ladder{own.__name__}", (WiredConfig, own), {"__module__": __name__})
-    for auto in AUTO:
+    autos = [getattr(transformers, f"AutoModel{task}") for task in (*_TASKS, *_WIDER)]
+    for auto in (*autos, transformers.AutoBackbone):
         if own in auto._model_mapping:
             model: Any = auto._model_mapping[own]
             # transformers renames old weights only for classes in its own modules
             space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
             auto.register(wired, type(model.__name__, (model,), space))
-    if own in TOKENIZER_MAPPING:  # for tokenizers that do not name their class
-        AutoTokenizer.register(wired, TOKENIZER_MAPPING[own])
+    if own in TOKENIZER_MAPPING and (tokenizer := TOKENIZER_MAPPING[own]) is not None:  # for those without a name
+        AutoTokenizer.register(wired, tokenizer)
     return wired
+
+
+def auto_of(raw: Mapping[str, Any]) -> str:
+    """The Auto class that loads a checkpoint, by a plain config.json: that of its architecture, else the first one."""
+    own: Any = CONFIG_MAPPING[str(raw["model_type"])]
+    named = next(iter(raw.get("architectures") or []), None)
+    for task in (*_TASKS, *_WIDER) if named is not None else ("ForCausalLM", ""):
+        auto = getattr(transformers, f"AutoModel{task}")
+        if own in auto._model_mapping and named in (None, auto._model_mapping[own].__name__):
+            return f"AutoModel{task}"
+    return "AutoModel"
 
 
 def _restored(own: Any, values: dict[str, Any]) -> Any:
@@ -108,16 +128,25 @@ def _restored(own: Any, values: dict[str, Any]) -> Any:
     return config
 
 
-def set_wiring(config: Any, wiring: Wiring, staleness: float | list[float], ranks: int = 1) -> None:
-    """Write a wiring into a model's config; the standard one leaves a plain config, unless layers have one norm."""
-    plain_type(config)
+def set_wiring(model: Any, wiring: str, staleness: float | list[float], ranks: int = 1) -> None:
+    """Write a wiring into a model's config and those of its parts; the standard one leaves a plain config, unless
+    layers have one norm.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    for config in configs.values():
+        if isinstance(config, PreTrainedConfig) and config.model_type in known_families():
+            whole = config is model.config or config.model_type == model.config.model_type
+            _write_wiring(config, wiring, staleness if whole or isinstance(staleness, float) else 1.0, ranks)
+
+
+def _write_wiring(config: Any, wiring: str, staleness: float | list[float], ranks: int) -> None:
     own: Any = config.own_class() if isinstance(config, WiredConfig) else type(config)
     for key in ("wiring", "ladder_layers", "staleness", "wiring_ranks"):
         vars(config).pop(key, None)
     config.__class__ = own
-    if not wiring.is_standard or shared_norm_of(vars(config)):
+    if wiring != "standard" or shared_norm_of(vars(config)):
         config.__class__ = wired_config(own)
-        config.wiring = str(wiring)
+        config.wiring = wiring
         if staleness != 1.0:
             config.staleness = staleness
         if ranks > 1:
@@ -151,7 +180,7 @@ def register() -> None:
     def get_config_dict(cls: Any, pretrained_model_name_or_path: Any, **options: Any) -> Any:
         refuse_in_memory(pretrained_model_name_or_path)
         found, unused = read(cls, pretrained_model_name_or_path, **options)
-        return (unlocked(found) if cls.model_type in LAYOUTS else found), unused  # else it warns of another type
+        return (_read_as(cls, found) if cls.model_type in known_families() else found), unused
 
     @wraps(made)
     def from_dict(cls: Any, config_dict: dict[str, Any], **options: Any) -> Any:
@@ -164,12 +193,23 @@ def register() -> None:
     PreTrainedConfig.from_dict = classmethod(cast(Any, from_dict))
 
 
+def _read_as(own: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as a family's config class reads it, which would warn of another model_type; a tower's class is
+    given its part of it, which must say how the model is wired.
+    """
+    plain = unlocked(raw)
+    if own.model_type != plain.get("model_type") and names_wiring(raw):
+        said = {key: plain[key] for key in ("wiring", "ladder_layers", "wiring_ranks") if key in plain}
+        plain |= {key: {**said, **plain[key]} for key in TOWERS if isinstance(plain.get(key), dict)}
+    return plain
+
+
 def wired_class_of(own: Any, raw: dict[str, Any]) -> Any:
     """The wired form of a family's config class, if a config.json names a wiring; None: the class as it is."""
     if issubclass(own, WiredConfig | LadderConfig) or not own.model_type or not names_wiring(raw):
         return None
     model_type = unlocked(raw).get("model_type", own.model_type)
-    if model_type not in LAYOUTS:  # a key of the same name, of a model that has nothing to do with us
+    if model_type not in known_families():  # a key of the same name, of a model that has nothing to do with us
         return None
     if model_type != own.model_type:
         raise LadderError(f"a wired {model_type} model is no {own.__name__}: load it as {model_type}, or by AutoModel")
@@ -180,19 +220,22 @@ def wire_as_configured(model: Any) -> None:
     """Wire a model that has just been made, if its config names a wiring: ours, or the paper's `ladder_layers`."""
     config = model.config
     plain_type(config)
-    if config.model_type not in LAYOUTS:
+    if config.model_type not in known_families():
         return
     check_name(model)
     named = vars(config)
     if not names_wiring(named):
         return
-    if hasattr(model.base_model, LAYOUTS[config.model_type].layers):
-        wiring, staleness = wiring_of(named, config.num_hidden_layers), named.get("staleness", 1.0)
-        ranks = ranks_of(named)
-        wire_layers(model, wiring, staleness, ranks)
-        set_wiring(config, wiring, staleness, ranks)
-    elif not any(isinstance(module, WiredLayer) for module in model.modules()):
-        raise LadderError(f"{type(model).__name__} has no layers to wire, but its config names a wiring")
+    if not (stacks := stacks_of(model)):
+        if not any(isinstance(module, WiredLayer) for module in model.modules()):
+            raise LadderError(f"{type(model).__name__} has no layers to wire, but its config names a wiring")
+        return
+    staleness, ranks = named.get("staleness", 1.0), ranks_of(named)
+    if isinstance(staleness, list) and len(stacks) < len(stack_depths(config)):
+        staleness = 1.0  # a part of a model, which says it for all of its parts when it is complete
+    wirings = named_wiring(named, [(stack.layout, len(stack.layers)) for stack in stacks])
+    wire_layers(model, wiring_text := as_text(wirings, named.get("wiring")), staleness, ranks)
+    set_wiring(model, wiring_text, staleness, ranks)
 
 
 def plain_type(config: Any) -> None:

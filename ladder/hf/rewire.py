@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ladder.config.lock import checked_ranks, ranks_of, wiring_of
+from ladder.config.lock import checked_ranks, ranks_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
 from ladder.hf.names import IN_MEMORY, mark_adapters, mark_in_memory
 from ladder.hf.register import plain_type, set_wiring
-from ladder.hf.wire import set_layers_staleness, staleness_of, unwrapped, wire_layers
+from ladder.hf.stacks import as_text, named_wiring, stacks_of
+from ladder.hf.wire import layers_of, set_layers_staleness, staleness_of, unwrapped, wire_layers
 from ladder.wiring import Wiring
 
 __all__ = ["IN_MEMORY", "rewire", "set_staleness"]
@@ -29,46 +30,59 @@ def rewire(
     Without `wiring`: as its config says (`wiring`, or the paper's `ladder_layers`, `staleness` and `wiring_ranks`).
     Where a family's own layers are parallel (GPT-NeoX, Falcon), a `standard` layer stays parallel. A wired model may be
     rewired. `ranks`: compute what so many tensor-parallel ranks would; only a wiring that keeps partial sums local
-    (desync) depends on their number.
+    (desync) depends on their number. A model with several stacks (encoder and decoder, two towers) has the same wiring
+    in each.
     """
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
     config = inner.config
     plain_type(config)
-    before = wiring_of(vars(config), config.num_hidden_layers)
-    staleness_before = getattr(config, "staleness", 1.0)
+    before, staleness_before = configured(inner), getattr(config, "staleness", 1.0)
     if wiring is None:
         staleness = staleness_before if staleness is None else staleness
         ranks = ranks_of(vars(config)) if ranks is None else ranks
         wiring = before
-    elif isinstance(wiring, str):
-        wiring = Wiring.parse(wiring, config.num_hidden_layers)
     staleness = 1.0 if staleness is None else staleness
     ranks, ranks_before = 1 if ranks is None else checked_ranks(ranks), ranks_of(vars(config))
-    wire_layers(inner, wiring, staleness, ranks)
-    own = copy.deepcopy(config)  # another model may have been made of the same object
-    if hasattr(config, "quantization_config"):  # where its quantizer notes whether the weights are dequantized by now
-        own.quantization_config = config.quantization_config
-    for module in inner.modules():
-        if getattr(module, "config", None) is config:
-            module.config = own
-        if isinstance(module, WiredLayer):
-            module.spec = replace(module.spec, config=own)
-    set_wiring(own, wiring, _plain(staleness, own.num_hidden_layers), ranks)
-    if (wiring, ranks, getattr(own, "staleness", 1.0)) != (before, ranks_before, staleness_before):
+    wirings = wire_layers(inner, wiring, staleness, ranks)
+    text = as_text(wirings, str(wiring))
+    own_configs(inner)
+    set_wiring(inner, text, _plain(staleness, len(layers_of(inner))), ranks)
+    if (text, ranks, getattr(inner.config, "staleness", 1.0)) != (before, ranks_before, staleness_before):
         mark_in_memory(inner)
         mark_adapters(model, inner.name_or_path)
     return model
+
+
+def configured(model: Any) -> str:
+    """The wiring that a model's config names."""
+    stacks = stacks_of(model)
+    named = vars(model.config)
+    return as_text(named_wiring(named, [(stack.layout, len(stack.layers)) for stack in stacks]), named.get("wiring"))
+
+
+def own_configs(model: Any) -> None:
+    """Give a model configs of its own: others may have been made of the same objects."""
+    parts = [module for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
+    configs = {id(module.config): module.config for module in parts}
+    copies = dict(zip(configs, copy.deepcopy(list(configs.values())), strict=True))  # what they share, their copies do
+    for key, config in configs.items():
+        if hasattr(config, "quantization_config"):  # its quantizer notes there whether weights are dequantized by now
+            copies[key].quantization_config = config.quantization_config
+    for module in parts:
+        module.config = copies[id(module.config)]
+    for module in model.modules():
+        if isinstance(module, WiredLayer):
+            module.spec = replace(module.spec, config=copies.get(id(module.spec.config), module.spec.config))
 
 
 def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
     """Set the staleness of a wired model's layers, one for all or each: 0 reads everything, 1 is the wiring."""
     inner = unwrapped(model)
     set_layers_staleness(inner, staleness)
-    layers, named = inner.config.num_hidden_layers, vars(inner.config)
     before = getattr(inner.config, "staleness", 1.0)
-    set_wiring(inner.config, wiring_of(named, layers), _plain(staleness, layers), ranks_of(named))
+    set_wiring(inner, configured(inner), _plain(staleness, len(layers_of(inner))), ranks_of(vars(inner.config)))
     if getattr(inner.config, "staleness", 1.0) != before:
         mark_in_memory(inner)
 

@@ -3,58 +3,89 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from torch import nn
 
 from ladder.config.lock import shared_norm_of
 from ladder.errors import LadderError
-from ladder.hf.families import LAYOUTS, LayerLayout, is_parallel, layout_of
-from ladder.hf.layer import LayerSpec, RankSlice, RankSlices, WiredLayer, set_layer_staleness, unwrap_states, wire_layer
-from ladder.wiring import ROWS, Out, SubBlock, Wiring
+from ladder.hf.families import is_parallel, known_families, layouts_of
+from ladder.hf.layer import LayerSpec, WiredLayer, set_layer_staleness, unwrap_states, wire_layer
+from ladder.hf.layouts.layout import LayerLayout
+from ladder.hf.ranks import RankSlice, RankSlices
+from ladder.hf.stacks import Stack, parse_each, stacks_of
+from ladder.wiring import ROWS, Out, Row, Wiring
 
 
-def wire_layers(model: Any, wiring: Wiring, staleness: float | Sequence[float] = 1.0, ranks: int = 1) -> None:
-    """Wire every layer, as `ranks` ranks would compute it. No tensor changes."""
-    config = model.config
-    layout = layout_of(config.model_type)
-    if shared_norm_of(vars(config)):
-        layout = sharing_norm(layout, config.model_type)
-    refuse_settings(config)
-    layers = layers_of(model)
-    if len(wiring.layers) != len(layers):
-        raise LadderError(f"the wiring is for {len(wiring.layers)} layers, the model has {len(layers)}")
+def wire_layers(
+    model: Any, wiring: str | Wiring, staleness: float | Sequence[float] = 1.0, ranks: int = 1
+) -> list[Wiring]:
+    """Wire every layer of every stack, as `ranks` ranks would compute it. No tensor changes. Returns the stacks'
+    wirings.
+    """
+    refuse_settings(model.config)
+    stacks = stacks_of(model)
+    if not stacks:
+        raise LadderError(f"the {model.config.model_type} model has no layers to wire")
+    unread: set[str] = set()  # norms that a config.json with one norm a layer has not
+    if shared_norm_of(vars(model.config)):
+        unread = {name for stack in stacks for name in stack.layout.mlp.before}
+        stacks = [replace(stack, layout=sharing_norm(stack.layout, model.config.model_type)) for stack in stacks]
+    wirings = parse_each(wiring, [(stack.layout, len(stack.layers)) for stack in stacks])
     # refused before anything is changed
-    slices: Sequence[RankSlices] = [(None, None)] * len(layers)
     if ranks > 1:
-        refuse_ranks(config, ranks)
-        slices = rank_slices(wiring, ranks)
-    _refuse_staleness(wiring.sub_blocks(), staleness_of(staleness, len(layers)), ranks)
-    if layout.returns_weights and not any(hook is unwrap_states for hook in model.base_model._forward_hooks.values()):
-        model.base_model.register_forward_hook(unwrap_states)
-    born = ROWS["parallel"] if is_parallel(config) else None
-    for index, (name, layer, rows) in enumerate(zip(wiring.layers, layers, wiring.sub_blocks(), strict=True)):
-        for norm in set(layout_of(config.model_type).mlp.before) - set(layout.mlp.before):
-            layer._modules.pop(norm, None)  # its config.json has no such norm
-        if born is not None and name == "standard":
-            rows = (born[0], born[1])
-        wire_layer(layer, LayerSpec.of(layer, layout, rows, index, config, ranks, slices[index]))
+        refuse_ranks(model.config, ranks)
+    tables = [each.layer_blocks(len(stack.layout.branches)) for stack, each in zip(stacks, wirings, strict=True)]
+    slices = [_stack_slices(stack, each, ranks) for stack, each in zip(stacks, wirings, strict=True)]
+    values = staleness_of(staleness, len(layers_of(model)))
+    _refuse_staleness([rows for table in tables for rows in table], values, ranks)
+    for stack, each, table, parts in zip(stacks, wirings, tables, slices, strict=True):
+        for layer, norm in product(stack.layers, unread):
+            layer._modules.pop(norm, None)
+        _wire_stack(stack, each, table, parts, ranks)
     set_layers_staleness(model, staleness)
+    return wirings
+
+
+def _stack_slices(stack: Stack, wiring: Wiring, ranks: int) -> list[RankSlices]:
+    if ranks == 1 or stack.layout.post_norm:  # whose rows reduce every partial sum at once: all ranks read the same
+        return [()] * len(stack.layers)
+    return rank_slices(wiring, ranks, len(stack.layout.branches))
+
+
+def _wire_stack(stack: Stack, wiring: Wiring, table: Sequence[Row], slices: Sequence[RankSlices], ranks: int) -> None:
+    layout, owner, count = stack.layout, stack.owner, len(stack.layers)
+    if layout.returns and not any(hook is unwrap_states for hook in owner._forward_hooks.values()):
+        owner.register_forward_hook(unwrap_states)
+    born = ROWS["parallel"] if is_parallel(stack.config) else None
+    ranks = 1 if layout.post_norm else ranks
+    for index, (name, layer, rows) in enumerate(zip(wiring.layers, stack.layers, table, strict=True)):
+        if born is not None and name == "standard":
+            rows = born
+        last = index + 1 == count
+        wire_layer(layer, LayerSpec.of(layer, layout, rows, index, last, stack.config, ranks, slices[index]))
 
 
 def sharing_norm(layout: LayerLayout, model_type: str) -> LayerLayout:
     """The layout where a layer's MLP reads through the attention's norm, and has none of its own."""
-    if len(layout.attention.before) != 1 or len(layout.mlp.before) != 1:
+    if len(layout.attention.before) != 1 or len(layout.mlp.before) != 1 or layout.cross is not None:
         raise LadderError(f"shared_norm is not for {model_type}: it is for families with a norm before each block")
     return replace(layout, mlp=replace(layout.mlp, before=layout.attention.before))
 
 
 def refuse_ranks(config: Any, ranks: int) -> None:
     """Refuse a family whose sub-blocks cannot be divided among ranks, and a number of ranks that does not divide it."""
-    if not layout_of(config.model_type).divisible:
-        known = ", ".join(name for name, row in LAYOUTS.items() if row.divisible)
-        raise LadderError(f"{config.model_type} cannot be divided among emulated ranks: those that can are {known}")
-    heads, ffn = config.num_attention_heads, config.intermediate_size
+    for layout in layouts_of(config.model_type):
+        if not layout.divisible and not layout.post_norm:
+            known = ", ".join(name for name in known_families() if all(row.divisible for row in layouts_of(name)))
+            raise LadderError(f"{config.model_type} cannot be divided among emulated ranks: those that can are {known}")
+        for part in layout.parts(config):
+            _refuse_uneven(layout, part, ranks)
+
+
+def _refuse_uneven(layout: LayerLayout, config: Any, ranks: int) -> None:
+    heads, ffn = getattr(config, layout.heads), layout.width(config)
     kv = getattr(config, "num_key_value_heads", None) or heads
     if heads % ranks or ffn % ranks or (kv % ranks and ranks % kv):
         what = f"{heads} heads, {kv} key/value heads and ffn {ffn}"
@@ -72,14 +103,15 @@ def check_ranks(wiring: Wiring, ranks: int) -> None:
         )
 
 
-def rank_slices(wiring: Wiring, ranks: int) -> list[RankSlices]:
+def rank_slices(wiring: Wiring, ranks: int, count: int = 2) -> list[RankSlices]:
     """How each sub-block is divided among the ranks: not at all where all read the same, and their partial sums are
-    reduced at once. Refuses a wiring that ends with drift: transformers' head has one stream to read.
+    reduced at once. Refuses a wiring that ends with drift: transformers' head has one stream to read. `count`: the
+    sub-blocks of a layer.
     """
     in_flight: deque[bool] = deque()  # for each all-reduce: whether it carries drift
     drift = False
     found: list[RankSlice | None] = []
-    for block in (half for layer in wiring.sub_blocks() for half in layer):
+    for block in (part for layer in wiring.layer_blocks(count) for part in layer):
         while len(in_flight) > block.lag:
             in_flight.popleft()
         alike = not drift and not any(in_flight)
@@ -94,10 +126,10 @@ def rank_slices(wiring: Wiring, ranks: int) -> list[RankSlices]:
             f"wiring {str(wiring)!r} ends with partial sums that are kept local, so that each of {ranks} ranks would "
             "have other logits: choose one whose last MLP reduces"
         )
-    return list(zip(found[::2], found[1::2], strict=True))
+    return [tuple(found[at : at + count]) for at in range(0, len(found), count)]
 
 
-def _refuse_staleness(rows: Sequence[tuple[SubBlock, SubBlock]], values: Sequence[float], ranks: int) -> None:
+def _refuse_staleness(rows: Sequence[Row], values: Sequence[float], ranks: int) -> None:
     for index, (blocks, value) in enumerate(zip(rows, values, strict=True)):
         if ranks > 1 and value != 1 and any(block.out is Out.LOCAL for block in blocks):
             raise LadderError(
@@ -108,9 +140,10 @@ def _refuse_staleness(rows: Sequence[tuple[SubBlock, SubBlock]], values: Sequenc
 
 def refuse_settings(config: Any) -> None:
     """Refuse settings that leave no residual stream to wire."""
-    for setting, reason in layout_of(config.model_type).unsupported.items():
-        if getattr(config, setting, False):
-            raise LadderError(f"{config.model_type} with {setting} cannot be wired: {reason}")
+    for layout in layouts_of(config.model_type):
+        for setting, reason in layout.unsupported.items():
+            if getattr(config, setting, False):
+                raise LadderError(f"{config.model_type} with {setting} cannot be wired: {reason}")
 
 
 def unwrapped(model: Any) -> Any:
@@ -119,8 +152,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The decoder layers, in order."""
-    return list(getattr(model.base_model, layout_of(model.config.model_type).layers))
+    """The layers, in order, stack after stack."""
+    return [layer for stack in stacks_of(model) for layer in stack.layers]
 
 
 def set_layers_staleness(model: Any, staleness: float | Sequence[float]) -> None:

@@ -26,7 +26,7 @@ from ladder.data.texts import tokenize
 from ladder.devices import device_type
 from ladder.files import check_new
 from ladder.hf import rewire
-from ladder.hf.families import Branch
+from ladder.hf.layouts.layout import Branch
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.wire import layers_of
 from ladder.progress import Progress

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ladder.hf.families import Branch
-from ladder.hf.layer import StreamState, WiredLayer, output_projection
+from ladder.hf.layer import StreamState, WiredLayer
+from ladder.hf.layouts.layout import Branch
+from ladder.hf.ranks import output_projection
 
 
 def layer_calls(
@@ -44,10 +45,36 @@ class Activations:
     at: dict[tuple[str, str], Tensor]
     end: Any  # what the layer returned; None: the pass was stopped before
 
-    def added(self, branch: Branch, attention: Branch) -> Tensor:
+    def added(self, layer: Any, branch: Branch) -> Tensor:
         """To the stream, up to this sub-block, included."""
-        added = widened(self.at[attention.block, "adds"])
-        return added if branch is attention else added + widened(self.at[branch.block, "adds"])
+        attention = layer.spec.layout.attention
+        added: Tensor = gain(layer, attention) * widened(self.at[attention.block, "adds"])
+        return added if branch is attention else added + gain(layer, branch) * widened(self.at[branch.block, "adds"])
+
+
+def input_calls(
+    model: Any, layers: Sequence[Any], batches: Sequence[dict[str, Tensor]]
+) -> tuple[list[list[dict[str, Any]]], list[Tensor]]:
+    """The same of a stack of wired layers, of models that are called with more than tokens: each batch's own
+    arguments.
+    """
+    calls: list[list[dict[str, Any]]] = [[] for _ in layers]
+    streams: list[Tensor] = []
+    place = {layer: index for index, layer in enumerate(layers)}
+
+    def call(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if place[layer] == 0:
+            streams.append(arguments[0])
+        calls[place[layer]].append(named)
+
+    handles = [layer.register_forward_pre_hook(call, with_kwargs=True) for layer in layers]
+    try:
+        for batch in batches:
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, streams
 
 
 class _Stop(Exception):
@@ -110,7 +137,7 @@ def _until(pass_: Callable[[], Any]) -> Any:
 
 def run_layer(layer: Any, stream: Any, call: dict[str, Any]) -> Any:
     found = layer(stream, **call)
-    return found[0] if layer.spec.layout.returns_weights else found
+    return found[0] if layer.spec.layout.returns else found
 
 
 def widened(x: Tensor) -> Tensor:
@@ -119,6 +146,13 @@ def widened(x: Tensor) -> Tensor:
 
 def whole_stream(output: Any) -> Tensor:
     return output.stream if isinstance(output, StreamState) else output
+
+
+def gain(layer: Any, branch: Branch) -> Any:
+    """What multiplies the output of a projection on its way to the stream: a number, or one for each output."""
+    scale = layer.spec.layout.scale
+    factor = 1.0 if scale is None else float(getattr(layer, scale))
+    return factor if branch.gain is None else factor * widened(layer.get_parameter(branch.gain))
 
 
 def projection(layer: WiredLayer, branch: Branch) -> Any:

@@ -16,7 +16,10 @@ class FitOptions:
     model: str = argument("Directory of a checkpoint, or a model of the hub as in org/name: the original.")
     out: Path = argument("New folder for the fitted checkpoint.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'; see `ladder scan`.")
-    data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
+    data: Path = option(
+        Path("data"),
+        "Folder of token shards, made by `ladder data`; for models that are no decoders a .safetensors file of inputs.",
+    )
     tokens: int | None = option(
         None, "Tokens to fit on, spread over the data; default: 64 for each input of the widest projection."
     )

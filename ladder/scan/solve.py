@@ -13,7 +13,7 @@ to the mean square of the inputs. Where a norm follows the projection, or expert
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,24 @@ from transformers.pytorch_utils import Conv1D
 
 from ladder.errors import LadderError
 from ladder.hf import rewire
-from ladder.hf.families import Branch
 from ladder.hf.layer import LayerSpec, WiredLayer
-from ladder.hf.wire import layers_of
+from ladder.hf.layouts.layout import Branch
+from ladder.hf.stacks import Stack, parse_each, stacks_of
 from ladder.progress import Progress
-from ladder.scan.activations import Activations, layer_calls, projection, record, run_layer, whole_stream, widened
+from ladder.scan.activations import (
+    Activations,
+    gain,
+    input_calls,
+    layer_calls,
+    projection,
+    record,
+    run_layer,
+    whole_stream,
+    widened,
+)
 from ladder.wiring import Wiring
 
+Call = dict[str, Any]  # a layer's arguments besides the stream
 RIDGE = 0.01
 
 
@@ -47,36 +58,79 @@ def solve(
     """
     if len(sequences) % batch or not len(sequences):
         raise LadderError(f"{len(sequences)} sequences are no multiple of a batch of {batch}")
-    model.eval()
-    rewire(model, "standard")
-    layers: Sequence[Any] = layers_of(model)
-    if isinstance(wiring, str):
-        wiring = Wiring.parse(wiring, len(layers))
-    calls, streams = layer_calls(model, layers, sequences.split(batch))
-    specs = [layer.spec for layer in layers]
+    stacks, wirings = _ready(model, wiring)
+    layers = stacks[0].layers
+    shared, streams = layer_calls(model, layers, sequences.split(batch))
+    calls = [[call] * len(streams) for call in shared]
+    standard: list[Any] = [layer.spec for layer in layers]
     rewire(model, wiring)
-    first = next((index for index, name in enumerate(wiring.layers) if name != "standard"), len(layers))
-    wired: list[Any] = list(streams)  # the rewired layers' own
-    for index, layer in enumerate(layers):
-        if index < first:
-            wired = [run_layer(layer, stream, calls[index]) for stream in wired]
-            streams = [whole_stream(stream) for stream in wired]
-        else:
-            streams = _fit_layer(layer, specs[index], calls[index], streams, wired, ridge)
-            wired = [run_layer(layer, stream, calls[index]) for stream in wired]
-        if progress is not None:
-            progress(index + 1, len(layers), "fitting")
+    _solve_stack(layers, wirings[0], standard, calls, streams, ridge, _counted(progress, 0, len(layers)))
     return model
 
 
+@torch.no_grad()
+def solve_inputs(
+    model: Any,
+    wiring: str | Wiring,
+    batches: Sequence[dict[str, Tensor]],
+    ridge: float = RIDGE,
+    progress: Progress | None = None,
+) -> Any:
+    """The same for models that are called with more than tokens: the arguments of each call. Each stack is fitted by
+    itself.
+    """
+    stacks, wirings = _ready(model, wiring)
+    recorded = [input_calls(model, stack.layers, batches) for stack in stacks]
+    specs: list[list[Any]] = [[layer.spec for layer in stack.layers] for stack in stacks]
+    rewire(model, wiring)
+    done, total = 0, sum(len(stack.layers) for stack in stacks)
+    for stack, each, (calls, streams), standard in zip(stacks, wirings, recorded, specs, strict=True):
+        _solve_stack(stack.layers, each, standard, calls, streams, ridge, _counted(progress, done, total))
+        done += len(stack.layers)
+    return model
+
+
+def _ready(model: Any, wiring: str | Wiring) -> tuple[list[Stack], list[Wiring]]:
+    """The stacks of a model, wired as standard, and the wirings that they are to have."""
+    model.eval()
+    rewire(model, "standard")
+    stacks = stacks_of(model)
+    return stacks, parse_each(wiring, [(stack.layout, len(stack.layers)) for stack in stacks])
+
+
+def _counted(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
+    return lambda index: None if progress is None else progress(done + index + 1, total, "fitting")
+
+
+def _solve_stack(
+    layers: Sequence[Any],
+    wiring: Wiring,
+    standard: Sequence[LayerSpec],
+    calls: Sequence[Sequence[Call]],
+    streams: list[Tensor],
+    ridge: float,
+    report: Callable[[int], None],
+) -> None:
+    """`calls`: of each layer, its arguments in each batch."""
+    first = next((index for index, name in enumerate(wiring.layers) if name != "standard"), len(layers))
+    wired: list[Any] = list(streams)  # the rewired layers' own
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        if index >= first:
+            streams = _fit_layer(layer, standard[index], call, streams, wired, ridge)
+        wired = [run_layer(layer, stream, each) for stream, each in zip(wired, call, strict=True)]
+        if index < first:
+            streams = [whole_stream(stream) for stream in wired]
+        report(index)
+
+
 def _fit_layer(
-    layer: Any, standard: LayerSpec, call: dict[str, Any], streams: list[Tensor], wired: list[Any], ridge: float
+    layer: Any, standard: LayerSpec, call: Sequence[Call], streams: list[Tensor], wired: list[Any], ridge: float
 ) -> list[Tensor]:
     """Fit one layer's weights; returns the original's streams after it."""
     layout = layer.spec.layout
     original = copy.deepcopy(layer)
     original.spec = standard
-    wanted = [record(original, stream, call) for stream in streams]
+    wanted = [record(original, stream, each) for stream, each in zip(streams, call, strict=True)]
     for branch in (layout.attention, layout.mlp):
         if branch.out is not None and (branch.block, "adds") not in wanted[0].at:
             raise LadderError(
@@ -94,31 +148,42 @@ def _fit_layer(
     return [whole_stream(goal.end) for goal in wanted]
 
 
+def _each(call: Call | Sequence[Call], count: int) -> Sequence[Call]:
+    """A layer's arguments in each batch, or in all of them."""
+    return [call] * count if isinstance(call, dict) else call
+
+
 def reading_equations(
-    layer: Any, branch: Branch, call: dict[str, Any], wanted: list[Activations], wired: list[Any]
+    layer: Any, branch: Branch, call: Call | Sequence[Call], wanted: list[Activations], wired: list[Any]
 ) -> "NormalEquations":
     """From what a sub-block reads to what the original's does: the difference."""
     equations = NormalEquations()
-    for goal, stream in zip(wanted, wired, strict=True):
-        x = record(layer, stream, call, until=(branch.block, "reads")).at[branch.block, "reads"]
+    for goal, stream, each in zip(wanted, wired, _each(call, len(wired)), strict=True):
+        x = record(layer, stream, each, until=(branch.block, "reads")).at[branch.block, "reads"]
         equations.add(x, widened(goal.at[branch.block, "reads"]) - widened(x))
     return equations
 
 
 def adding_equations(
-    layer: Any, branch: Branch, call: dict[str, Any], wanted: list[Activations], before: list[Any], wired: list[Any]
+    layer: Any,
+    branch: Branch,
+    call: Call | Sequence[Call],
+    wanted: list[Activations],
+    before: list[Any],
+    wired: list[Any],
 ) -> "NormalEquations":
     """From the input of a sub-block's projection to what its result lacks for the original's stream behind it.
 
     `before`: the original's streams before the layer.
     """
-    layout, equations = layer.spec.layout, NormalEquations()
-    scale = 1.0 if layout.scale is None else float(getattr(layer, layout.scale))
-    for goal, stream, start in zip(wanted, wired, before, strict=True):
-        seen = record(layer, stream, call, until=(branch.block, "adds"))
-        end = widened(whole_stream(start)) + scale * goal.added(branch, layout.attention)
-        own = widened(whole_stream(stream)) + scale * seen.added(branch, layout.attention)
+    equations, scale = NormalEquations(), gain(layer, branch)
+    for goal, stream, start, each in zip(wanted, wired, before, _each(call, len(wired)), strict=True):
+        seen = record(layer, stream, each, until=(branch.block, "adds"))
+        end = widened(whole_stream(start)) + goal.added(layer, branch)
+        own = widened(whole_stream(stream)) + seen.added(layer, branch)
         gap = (end - own) / scale
+        if branch.gain is not None:  # what is multiplied by nothing cannot be corrected
+            gap = gap.masked_fill(scale == 0, 0)
         equations.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
     return equations
 

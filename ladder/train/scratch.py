@@ -15,8 +15,8 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import trained_card
 from ladder.hf.families import layout_of
-from ladder.hf.layer import output_projection
 from ladder.hf.load import pretrained
+from ladder.hf.ranks import output_projection
 from ladder.hf.wire import check_ranks, layers_of
 from ladder.progress import Progress
 from ladder.train import folder

@@ -1,0 +1,122 @@
+"""ladder fit for models that read more than text: the data are a file of their inputs."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ladder.errors import LadderError
+from ladder.hf import rewire
+from ladder.scan.checkpoints import read_original
+from ladder.scan.fit_inputs import fit_inputs, reads_inputs
+from ladder.scan.inputs import Inputs, output_distance
+from ladder.scan.options import FitOptions
+from ladder.scan.solve import solve_inputs
+from tests.residuals import build, inputs
+from tests.test_residuals_saved import auto
+
+FITTABLE = ("vit", "dinov2", "clip-vision", "clip-text", "siglip", "clip", "modernbert")
+
+
+def examples(name: str, count: int, seed: int = 1) -> dict[str, Tensor]:
+    """As the model's inputs, but others; texts are of different lengths."""
+    g = torch.Generator().manual_seed(seed)
+    found = {}
+    for key, value in inputs(name, 1).items():
+        if key == "input_ids":
+            found[key] = torch.randint(3, 96, (count, value.shape[1]), generator=g)
+        elif key == "attention_mask":
+            found[key] = (torch.arange(value.shape[1]) < torch.randint(5, 10, (count, 1), generator=g)).long()
+        else:
+            found[key] = torch.randn(count, *value.shape[1:], generator=g)
+    return found
+
+
+def silent(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", FITTABLE)
+def test_comes_nearer_on_others(name: str) -> None:
+    original = build(name)
+    rewired = rewire(copy.deepcopy(original), "ladder")
+    held_out = Inputs(examples(name, 16, seed=2))
+    begun = output_distance(rewired, original, held_out, 8).value
+    fitted = solve_inputs(copy.deepcopy(original), "ladder", Inputs(examples(name, 192)).batches(32))
+    ended = output_distance(fitted, original, held_out, 8).value
+    assert ended < 0.8 * begun
+    assert fitted.config.wiring == "ladder"
+
+
+def test_nothing_to_correct() -> None:
+    """Sub-blocks that add nothing leave nothing out: no weight moves, also where nothing scales them."""
+    model = build("dinov2")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lambda1" in name:
+                parameter.zero_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    after = solve_inputs(model, "ladder", Inputs(examples("dinov2", 32)).batches(16)).state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def written(path: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def test_writes_a_checkpoint(tmp_path: Path) -> None:
+    build("vit").save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "preprocessor_config.json").write_text("{}")
+    assert reads_inputs(str(tmp_path / "in"))
+    data, out = written(tmp_path / "images.safetensors", examples("vit", 220)), tmp_path / "out"
+    found = fit_inputs(FitOptions(str(tmp_path / "in"), out, "standard:1 ladder:2", data), silent)
+    assert found.examples == 192 and found.fitted.value < 0.8 * found.rewired.value
+    assert found.fitted.agreement is not None
+    loaded = auto("vit").from_pretrained(out, attn_implementation="eager")
+    assert loaded.config.wiring == "standard:1 ladder:2"
+    again = output_distance(loaded, build("vit"), Inputs(examples("vit", 220)).split(8)[1], 8)
+    assert again.value == pytest.approx(found.fitted.value, rel=1e-3)
+    card = (out / "README.md").read_text()
+    assert "AutoModelForImageClassification.from_pretrained" in card and "It was fitted on 192 examples: KL" in card
+    assert (out / "preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize("name, changes, message", [
+    ("bert", {}, "bert cannot be fitted: a norm stands on the sum"),
+    ("t5", {}, "t5 cannot be fitted: its decoder reads what its encoder has become"),
+    ("vit", {"wiring": "standard"}, "there is nothing to fit"),
+    ("vit", {"wiring": "desync-2x"}, "leaves partial sums on their ranks"),
+    ("vit", {"wiring": "rope"}, "unknown wiring 'rope'"),
+    ("vit", {"data": "nothing"}, "is no file of inputs"),
+    ("vit", {"data": "text"}, "cannot be read as safetensors"),
+    ("vit", {"data": "other"}, "has 'images', which the model is not called with"),
+    ("vit", {"data": "nan"}, "must be .* of finite numbers"),
+    ("vit", {"batch": 1000}, "20 examples: a batch of 1000 and a tenth to measure on are needed"),
+    ("vit", {"tokens": 5}, "--tokens counts tokens of text"),
+])  # fmt: skip
+def test_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    build(name).save_pretrained(tmp_path / "in")
+    files = {
+        "nothing": tmp_path / "nothing.safetensors",
+        "text": tmp_path / "text.safetensors",
+        "other": written(tmp_path / "other.safetensors", {"images": torch.ones(20, 3)}),
+        "nan": written(tmp_path / "nan.safetensors", {"pixel_values": torch.full((20, 3), torch.nan)}),
+        "data": written(tmp_path / "data.safetensors", examples(name, 20)),
+    }
+    files["text"].write_text("nothing of the kind")
+    given = {**changes, "data": files[changes.get("data", "data")]}
+    with pytest.raises(LadderError, match=message) as refused:
+        fit_inputs(FitOptions(str(tmp_path / "in"), tmp_path / "out", **given), silent)
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_what_is_for_decoders_says_so(tmp_path: Path) -> None:
+    """What `ladder adapt` and `ladder quantize` begin with."""
+    build("vit").save_pretrained(tmp_path / "in")
+    with pytest.raises(LadderError, match=r"is no decoder of text \(vit\): ladder convert and ladder fit take it"):
+        read_original(str(tmp_path / "in"), "ladder", 16)
