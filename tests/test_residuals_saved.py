@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import CONFIG_MAPPING
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.convert import convert
-from tests.residuals import MODELS, TWO_STACKS, build, inputs, result
+from ladder.hf.layer import WiredLayer
+from tests.residuals import LAYERS, MODELS, TWO_STACKS, build, inputs, result
 
 # besides its Auto class, what else a checkpoint could be loaded by without this package
 OTHERS = {
@@ -113,6 +115,32 @@ def test_the_sizes_are_stored_elsewhere(name: str, tmp_path: Path) -> None:
     own = CONFIG_MAPPING[MODELS[name][0]]
     with pytest.raises(Exception, match="NoneType"):
         own(**{key: value for key, value in raw.items() if key not in ("architectures", "model_type")})
+
+
+NAMED = {
+    "vit": ("ViTModel", "ViTForImageClassification"),
+    "siglip": ("SiglipModel", "SiglipTextModel", "SiglipVisionModel"),
+    "clip": ("CLIPModel", "CLIPTextModel", "CLIPVisionModel"),
+    "bert": ("BertModel",),
+    "whisper": ("WhisperModel", "WhisperForConditionalGeneration"),
+    "t5": ("T5EncoderModel", "T5ForConditionalGeneration"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_classes_that_are_named_load_it_wired(name: str, tmp_path: Path) -> None:
+    """With this package; a class may be that of a tower, or of one of two stacks."""
+    model = build(name)
+    model.save_pretrained(tmp_path / "in")
+    convert(str(tmp_path / "in"), tmp_path / "converted", "ladder")
+    rewire(model, "ladder").save_pretrained(tmp_path / "saved")
+    for folder, each in product(("converted", "saved"), NAMED[name]):
+        loaded = getattr(transformers, each).from_pretrained(tmp_path / folder)
+        wired = sum(isinstance(module, WiredLayer) for module in loaded.modules())
+        assert wired >= LAYERS and wired % LAYERS == 0, each
+        assert loaded.config.wiring == "ladder", each
+    convert(str(tmp_path / "saved"), tmp_path / "back", "standard")
+    assert "wiring" not in (tmp_path / "back" / "config.json").read_text()
 
 
 def test_the_paper_s_key_and_staleness(tmp_path: Path) -> None:

@@ -158,10 +158,10 @@ def rewired(raw: dict[str, Any], pattern: str | None) -> tuple[dict[str, Any], W
     if pattern is not None:
         gone += ["staleness", "wiring_ranks"]  # of the wiring that was
     plain = {key: value for key, value in raw.items() if key not in gone}
+    plain = with_sizes(plain, config)
     for tower in TOWERS:  # a model that was saved names its wiring there, too
         if isinstance(plain.get(tower), dict):
             plain[tower] = {key: value for key, value in plain[tower].items() if key not in gone}
-    plain = with_sizes(plain, config)
     lock = shared_norm_of(raw) or text != "standard"
     return ({**plain, "wiring": text} if lock else plain), wirings[0]
 
