@@ -98,6 +98,8 @@ def test_tiles() -> None:
     metadata = some_prompts(draw, [(0, 5), (100, 9)], 3, (None,))
     assert metadata.tiles(4).tolist() == [[13, 1], [9, 4], [5, 4], [4, 1], [0, 4]]
     assert metadata.tiles(4) is metadata.tiles(4) and len(metadata.tiles(16)) == 2
+    # a graph is captured after a pass that made them: nothing is copied to the device meanwhile
+    assert replace(metadata, slots=metadata.slots.clone()).tiles(4) is metadata.tiles(4)
 
 
 @pytest.mark.parametrize(

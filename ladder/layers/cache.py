@@ -1,7 +1,7 @@
 """The KV cache, and the metadata of a forward pass over it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -131,6 +131,7 @@ class PrefillMetadata(Metadata):
     prompts: tuple[tuple[int, int], ...]  # where they start, and their tokens: the sequences that are not decoded
     windows: tuple[int | None, ...]  # sliding windows of the model's layers
     decoded: int = 0  # rows at the beginning that are a sequence's newest token: attention as in decoding
+    made: dict[int, Tensor] = field(default_factory=dict)  # tiles; they are those of other slots, too (`replace`)
 
     @cached_property
     def parts(self) -> tuple[Metadata, Metadata]:
@@ -160,19 +161,15 @@ class PrefillMetadata(Metadata):
         """The prompts in parts of up to `tokens` tokens: (row after those that are decoded, tokens), [tiles, 2]. Those
         that see most come first.
         """
-        if tokens not in self._tiles:
+        if tokens not in self.made:
             found, row = [], 0
             for start, count in self.prompts:
                 found += [(start + at, row + at, min(tokens, count - at)) for at in range(0, count, tokens)]
                 row += count
             found.sort(reverse=True)
             tiles = torch.tensor([each[1:] for each in found], dtype=torch.int32)
-            self._tiles[tokens] = upload(tiles, self.positions.device)
-        return self._tiles[tokens]
-
-    @cached_property
-    def _tiles(self) -> dict[int, Tensor]:
-        return {}
+            self.made[tokens] = upload(tiles, self.positions.device)
+        return self.made[tokens]
 
     @classmethod
     def of(
