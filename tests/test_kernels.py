@@ -229,7 +229,7 @@ def test_attention_has_one_configuration_for_short_sequences(monkeypatch: pytest
     block, metadata = some_attention(draw, 2, 1, 16), some_metadata(draw, 3, 4, 70, 16, distinct=True)
     kernels, keys = Kernels(Table("a chip"), False), draw(70, 2, 16)
     for reach in (17, 700, 2048, 2049, 8192):
-        kernels.attention.attend(draw(1, 3, 4 * 2 * 16), block, replace(metadata, reach=reach), keys, keys)
+        kernels.attend(draw(1, 3, 4 * 2 * 16), block, replace(metadata, reach=reach), keys, keys)
     assert found[0] == found[1] == found[2] and found[3] == found[4]
 
 
