@@ -13,12 +13,12 @@ from ladder.config.quantization import Storage, named_format
 from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
 from ladder.kernels.gemv import gemv, projected
-from ladder.kernels.launch import References
+from ladder.kernels.launch import Kernels, References
 from ladder.kernels.norm import add_norm_reference
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import Gemv, Shape, SmallGemm, rule, sound
+from ladder.kernels.table import Gemv, Shape, SmallGemm, Table, rule, sound
 from ladder.layers.formats import Dense
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
@@ -110,6 +110,14 @@ def test_gemv(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     x, expected_agreed = add_norm_reference(exact(source), exact(norm))
     assert_close(out, projected(x, exactly(weight), activation, pair, exact(plus), divisor, alpha), dtype)
     assert_close(agreed, expected_agreed, dtype)
+
+
+def test_rows_that_are_no_whole_words_are_the_library_s() -> None:
+    """Kernels read codes in words of four bytes."""
+    draw, kernels = Draw(0, torch.float32), Kernels(Table("a chip"), False)
+    for inputs, ours in ((64, True), (66, False)):
+        weight = some_quantized(draw, Storage("int8", "compressed", 0, 1), 16, inputs)
+        assert (kernels._config("row", 1, weight, False) is not None) is ours
 
 
 INTEGERS = [storage for storage in FORMATS if storage.kind != "fp8"]

@@ -62,6 +62,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
 
     from ladder.config import DTYPES
     from ladder.devices import device
+    from ladder.hf.families import refuse_other_than_decoders
     from ladder.hf.load import pretrained, quiet
     from ladder.scan.checkpoints import refuse_quantized
     from ladder.scan.probe import checked_row, layers_to_scan, original_wiring
@@ -75,6 +76,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     device(options.device)
     with quiet(), steps_bar("loading") as progress:
         config = pretrained(AutoConfig, options.model)
+        refuse_other_than_decoders(options.model, config.model_type)
         own = original_wiring(config)
         layers = layers_to_scan(own, row)
         if options.fit is not None and not own.is_standard:

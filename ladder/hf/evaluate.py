@@ -24,7 +24,7 @@ from ladder.config import DTYPES
 from ladder.config.lock import wiring_of
 from ladder.devices import device as find_device
 from ladder.errors import LadderError
-from ladder.hf.families import layout_of
+from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.harness import Harness
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
@@ -190,6 +190,7 @@ def _rows(each: _Prepared, estimates: dict[str, Estimate], first: dict[str, Esti
 
 def _prepare(arm: Arm, words: str | None, window: int | None) -> _Prepared:
     config = pretrained(AutoConfig, arm.model)
+    refuse_other_than_decoders(arm.model, config.model_type)
     inner = config.get_text_config()
     own = wiring_of(vars(inner), inner.num_hidden_layers)
     wiring = own if arm.wiring is None else Wiring.parse(arm.wiring, inner.num_hidden_layers)

@@ -37,6 +37,15 @@ def layouts_of(model_type: str) -> tuple[LayerLayout, ...]:
     return NOT_DECODERS[model_type]
 
 
+def refuse_other_than_decoders(model: str, model_type: str) -> None:
+    """Refuse the families that are wired but write no text, where text is what counts."""
+    if model_type in NOT_DECODERS:
+        raise LadderError(
+            f"{model} is no decoder of text ({model_type}): ladder convert and ladder fit take it, and in "
+            "Python ladder.hf.rewire, whose models train as any other"
+        )
+
+
 _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _GATED = ("gate_proj.weight", "up_proj.weight")
 _PRE_NORM = LayerLayout(

@@ -10,7 +10,7 @@ from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
-from ladder.hf.families import layout_of, layouts_of
+from ladder.hf.families import layout_of, layouts_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
@@ -24,11 +24,8 @@ def read_original(model: str, pattern: str | None, seq_len: int) -> tuple[Any, W
     be wired, and keeps its wiring.
     """
     config = pretrained(AutoConfig, model)
-    if layout_of(config.model_type).layer_class is not None:
-        raise LadderError(
-            f"{model} is no decoder of text ({config.model_type}): ladder convert and ladder fit take it, and in "
-            "Python ladder.hf.rewire, whose models train as any other"
-        )
+    refuse_other_than_decoders(model, config.model_type)
+    layout_of(config.model_type)
     refuse_settings(config)
     wiring = wiring_of(vars(config), config.num_hidden_layers)
     if pattern is not None:
