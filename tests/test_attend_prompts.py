@@ -11,11 +11,11 @@ from ladder.config import ModelConfig
 from ladder.engine.forward import Forward
 from ladder.jit import PRESENT
 from ladder.kernels import launch
-from ladder.kernels.attention.attend_prompts import attend_prompts
+from ladder.kernels.attention.attend_prompts import attend_prompts, tokens_of_tile
 from ladder.kernels.launch import Kernels, References
 from ladder.kernels.table import SHARED, Table
 from ladder.layers.attention import Attention
-from ladder.layers.cache import BLOCK, FP8, PrefillMetadata, places
+from ladder.layers.cache import BLOCK, FP8, Metadata, PrefillMetadata, places
 from ladder.model import Decoder
 from tests.test_kernels import DEVICE, SEEDS, Draw, assert_close, exact, poisoned, some_attention
 
@@ -39,17 +39,18 @@ def some_prompts(
     tables = torch.randperm(len(slots) * width, generator=draw._generator).view(-1, width).int()
     angles = torch.zeros(2, len(positions), 1)
     given = (slots.repeat_interleave(counts), positions, angles, angles, tables)
-    return PrefillMetadata(*(x.to(DEVICE) for x in given), CAPACITY, tuple(prompts), windows, decoded)
+    every = Metadata(*(x.to(DEVICE) for x in given), CAPACITY)
+    return PrefillMetadata(**vars(every), prompts=tuple(prompts), windows=windows, newest=every.first(decoded))
 
 
 def naive(turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor) -> Tensor:
-    """One row after the other, [rows, heads * d]."""
-    _, others = metadata.parts
-    found = []
-    for row, slot, position in zip(turned.cpu(), others.slots.tolist(), others.positions.tolist(), strict=True):
+    """One row after the other, [rows that are not decoded, heads * d]."""
+    found, first = [], metadata.decoded
+    slots, positions = metadata.slots[first:].tolist(), metadata.positions[first:].tolist()
+    for row, slot, position in zip(turned[first:].cpu(), slots, positions, strict=True):
         first = 0 if block.window is None else max(0, position + 1 - block.window)
         seen = torch.arange(first, position + 1)
-        at = places(others.tables.cpu(), torch.full_like(seen, slot), seen)
+        at = places(metadata.tables.cpu(), torch.full_like(seen, slot), seen)
         k, v = (x.cpu()[at].double().repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
         scores = torch.einsum("hd,thd->ht", row[: block.heads].double(), k) * block.scale
         scores = scores if block.cap is None else block.cap * torch.tanh(scores / block.cap)
@@ -67,9 +68,9 @@ def test_several_prompts(seed: int, dtype: torch.dtype) -> None:
     metadata = some_prompts(draw, prompts, draw.pick(0, 2), (block.window,))
     lines = metadata.tables.numel() * BLOCK
     keys, values = draw(lines, kv_heads, d), draw(lines, kv_heads, d)
-    turned = draw(sum(count for _, count in prompts), block.heads + 2 * kv_heads, d)
+    turned = draw(len(metadata.slots), block.heads + 2 * kv_heads, d)
     with poisoned():
-        found = attend_prompts(turned, block, metadata, keys, values, draw.pick(SHARED, 60_000))
+        found = attend_prompts(turned, block, metadata, keys, values, draw.pick(SHARED, 60_000))[metadata.decoded :]
     assert_close(found, naive(turned, block, metadata, keys, values).to(DEVICE), dtype)
 
 
@@ -81,25 +82,38 @@ def test_the_library_agrees() -> None:
     metadata = some_prompts(draw, prompts, 2, (block.window,))
     lines = metadata.tables.numel() * BLOCK
     keys, values = draw(lines, 2, 16), draw(lines, 2, 16)
-    turned = draw(sum(count for _, count in prompts), block.heads + 4, 16)
-    _, others = metadata.parts
-    at = places(others.tables, others.slots, others.positions)
+    turned = draw(len(metadata.slots), block.heads + 4, 16)
+    at = places(metadata.tables, metadata.slots, metadata.positions)
     keys[at], values[at] = turned[:, block.heads : block.heads + 2], turned[:, block.heads + 2 :]
     found = attend_prompts(turned, block, metadata, keys, values, SHARED)
-    assert_close(
-        found,
-        References().attend_prompts(exact(turned), block, metadata, keys.double(), values.double()),
-        torch.float32,
-    )
+    by_tiles = replace(metadata, prompts=(), made={16: torch.cat([metadata.tiles(16), torch.zeros(3, 2).to(at)])})
+    for each in (metadata, by_tiles):
+        expected = References().attend_prompts(exact(turned), block, each, keys.double(), values.double())
+        assert_close(found[metadata.decoded :], expected[metadata.decoded :], torch.float32)
+
+
+def test_tiles_of_no_tokens() -> None:
+    """They fill up the number of tiles: all others have the same bits, and no row is written twice."""
+    draw = Draw(4, torch.float32)
+    block = some_attention(draw, 2, 3, 16)
+    metadata = some_prompts(draw, [(0, 40), (70, 33)], 2, (block.window,))
+    lines = metadata.tables.numel() * BLOCK
+    keys, values = draw(lines, 2, 16), draw(lines, 2, 16)
+    turned = draw(len(metadata.slots), block.heads + 4, 16)
+    found = attend_prompts(turned, block, metadata, keys, values, SHARED)
+    (tokens,) = metadata.made
+    assert tokens == tokens_of_tile(block.heads, block.kv_heads, 16, 4)
+    more = torch.cat([metadata.made[tokens], torch.zeros(5, 2).to(metadata.made[tokens])])
+    with poisoned():
+        again = attend_prompts(turned, block, replace(metadata, made={tokens: more}), keys, values, SHARED)
+    assert torch.equal(found[2:], again[2:]) and again[:2].isnan().all()
 
 
 def test_tiles() -> None:
     draw = Draw(0, torch.float32)
     metadata = some_prompts(draw, [(0, 5), (100, 9)], 3, (None,))
-    assert metadata.tiles(4).tolist() == [[13, 1], [9, 4], [5, 4], [4, 1], [0, 4]]
+    assert metadata.tiles(4).tolist() == [[16, 1], [12, 4], [8, 4], [7, 1], [3, 4]]
     assert metadata.tiles(4) is metadata.tiles(4) and len(metadata.tiles(16)) == 2
-    # a graph is captured after a pass that made them: nothing is copied to the device meanwhile
-    assert replace(metadata, slots=metadata.slots.clone()).tiles(4) is metadata.tiles(4)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +136,8 @@ def test_when_the_library_has_a_kernel(
     metadata = some_prompts(draw, prompts, 1, (window,))
     asked: list[Attention] = []
     monkeypatch.setattr(launch, "attend_prompts", lambda *given: asked.append(given[1]))
-    monkeypatch.setattr(Attention, "over_pieces", lambda *given: None)
-    rows = sum(count for _, count in prompts)
+    monkeypatch.setattr(Attention, "over_pieces", lambda *given: torch.zeros(30, 32))
+    rows = len(metadata.slots)
     Kernels(Table("a chip"), False).attend_prompts(draw(rows, 4, 16), block, metadata, draw(9, 1, 16), draw(9, 1, 16))
     assert bool(asked) is ours
 

@@ -53,7 +53,7 @@ def forward_logits(
     batch = len(tokens)
     slots = list(range(batch - 1, -1, -1))
     forward = Forward(model, model.new_cache(batch, 16, dtype=cache_dtype), launch)
-    # prompts in two pieces that are cut elsewhere for every sequence, and then one of them as a whole
+    # prompts in two pieces that are cut elsewhere for every sequence
     cuts = [1 + number % (PROMPT - 1) for number in range(batch)]
     first = torch.cat([tokens[number, :cut] for number, cut in enumerate(cuts)])
     forward.prefill(first, cuts, slots, torch.tensor([], dtype=torch.long))
@@ -62,9 +62,6 @@ def forward_logits(
     counts = [PROMPT - cut for cut in cuts]
     found = [forward.prefill(rest, counts, slots, torch.tensor(counts).cumsum(0) - 1)]
     forward.cache.advance(counts, slots)
-    slot = torch.full((PROMPT,), slots[0])
-    again = forward.prefill_at(tokens[0, :PROMPT], torch.tensor([PROMPT - 1]), slot, forward.beginning(PROMPT))
-    assert_close(model.comm.all_gather(again), model.comm.all_gather(found[0][:1]))
     for position in range(PROMPT, tokens.shape[1]):
         inputs = torch.stack([tokens[:, position], torch.tensor(slots), torch.full((batch,), position)])
         logits, chosen, _ = forward.advance(inputs, torch.zeros(batch, dtype=torch.long))

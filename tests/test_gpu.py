@@ -16,7 +16,9 @@ from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
 from ladder.engine.forward import Forward
 from ladder.engine.graphs import Graphs
+from ladder.engine.prompt_graphs import PromptGraphs, rows_of
 from ladder.kernels.launch import Kernels
+from ladder.kernels.table import NEAREST
 from ladder.model import Decoder
 from tests.checkpoints import tiny
 from tests.families import FAMILIES, make
@@ -153,16 +155,27 @@ def test_a_kernel_waits_for_the_flag(wiring: str, batch: int) -> None:
             torch.testing.assert_close(found, wanted)
 
 
-def test_prompts_from_a_graph() -> None:
+def test_passes_with_prompts_from_a_graph() -> None:
+    """Prompts alone and beside sequences that are decoded, by the kernels: the decoder's own logits."""
     config = ModelConfig(256, 4, 8, 2, 512, vocab=500)
     device = torch.device("cuda", 0)
     model = load(Decoder(config, Solo(), device), Random(1, 0.05))
     forward = Forward(model, model.new_cache(3, 64), Kernels.on(device))
-    graphs = Graphs(forward, spare=2)
+    newest = torch.zeros(3, dtype=torch.long, device=device)
+    graphs, passes = Graphs(forward, 2, last=newest), PromptGraphs(forward, 2, newest)
+
+    def whole(tokens: list[int]) -> Tensor:
+        return model(torch.tensor([tokens], device=device))[0, -1:]
+
     with torch.inference_mode():
         for tokens, slot in (([1, 2, 3], 0), (list(range(40)), 1), ([9] * 16, 0)):
-            whole = model(torch.tensor([tokens], device=device))[0, -1:]
-            torch.testing.assert_close(graphs.prompt(tokens, slot), whole, rtol=1e-4, atol=1e-4)
+            graph = passes.captured((rows_of(len(tokens)), 0, NEAREST))
+            found = graph.replay([tokens], [slot], [0], 0, [len(tokens) - 1])
+            torch.testing.assert_close(found, whole(tokens), rtol=1e-4, atol=1e-4)
             follow = logits(graphs, [7], [slot], [len(tokens)])
-            whole = model(torch.tensor([[*tokens, 7]], device=device))[0, -1:]
-            torch.testing.assert_close(follow, whole, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(follow, whole([*tokens, 7]), rtol=1e-4, atol=1e-4)
+        # slot 0 has 17 tokens, slot 1 has 41: the one is decoded, the other reads on
+        newest[0] = 5
+        found = passes.captured((32, 8, NEAREST)).replay([[], [8, 3, 3, 4]], [0, 1], [17, 41], 1, [0, 4])
+        for logit, tokens in zip(found, ([9] * 16 + [7, 5], [*range(40), 7, 8, 3, 3, 4]), strict=True):
+            torch.testing.assert_close(logit, whole(tokens)[0], rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ladder.checkpoint import Random, load
+from ladder.checkpoint import Directory, Random, load
 from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
-from ladder.engine import graphs
+from ladder.engine import graphs, prompt_graphs
 from ladder.engine.forward import Forward, Schedule
 from ladder.engine.graphs import Graphs, bucket
 from ladder.engine.model_runner import AbortSequence, AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
+from ladder.engine.prompt_graphs import LONGEST, PromptGraphs, decoded_of, rows_of, sizes
 from ladder.engine.scheduler import ScheduledBatch, SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
@@ -33,7 +35,8 @@ from ladder.layers.cache import RESERVED
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests.checkpoints import tiny
-from tests.test_kernels import DEVICE
+from tests.families import make
+from tests.test_kernels import DEVICE, assert_close
 
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
 
@@ -77,6 +80,20 @@ class Recorded:
         return results if isinstance(results, tuple) else (results,)
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs are recorded; what they are of, from now on."""
+    made: list[str] = []
+
+    def capture(step: Callable[[], Any], *_: object) -> tuple[Recorded, Any]:
+        graph = Recorded(step)
+        made.append("step" if isinstance(graph._results, tuple) else "prompts")
+        return graph, graph._results
+
+    for module in (graphs, prompt_graphs):
+        monkeypatch.setattr(module, "capture", capture)
+    return made
+
+
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[ScheduledBatch]:
     """The passes of prompts and sequences that are decoded, from now on."""
     joined: list[ScheduledBatch] = []
@@ -87,18 +104,14 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[ScheduledBatch]:
 
 @pytest.mark.parametrize("temperature", (0.0, 0.8))
 def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """Batches filled up with the spare slot, prompts filled up at their end, kernels for longer sequences."""
-    made: list[str] = []
-
-    def capture(step: Callable[[], Any], device: torch.device) -> tuple[Recorded, Any]:
-        graph = Recorded(step)
-        made.append("step" if isinstance(graph._results, tuple) else "prompt")
-        return graph, graph._results
-
-    monkeypatch.setattr(graphs, "_capture", capture)
+    """Batches filled up with the spare slot, passes with prompts filled up at their end, some of them beside sequences
+    that are decoded, kernels for longer sequences.
+    """
+    made = recorded(monkeypatch)
     joined = noted(monkeypatch)
     params = SamplingParams(16, temperature, seed=4)
     monkeypatch.setattr(table, "NEAREST", 64)
+    monkeypatch.setattr(prompt_graphs, "USES", 1)
     long = [[9] * 250, [3] * 20]
     found = []
     for launch, captured in ((None, False), (References(), True)):
@@ -113,39 +126,119 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
                 tokens.setdefault(token.id, []).append(token.token)
         found.append(tokens)
     assert found[0] == found[1]
-    assert made.count("step") >= 4 and made.count("prompt") >= 1  # they were used, and others for longer sequences
+    assert made.count("step") >= 4  # they were used, and others for longer sequences
+    passes = runner._passes.prompt_graphs
+    assert passes is not None and made.count("prompts") == len(passes._captured)
+    assert {(decoded, reach) for _, decoded, reach in passes._captured} >= {(0, 64), (8, 64), (8, 256)}
     assert any(batch.decoded == 2 and len(batch.sequences) == 3 for batch in joined)
 
 
 def test_a_warm_up_captures_every_size_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
+    recorded(monkeypatch)
     found = []
     for warm in (False, True):
-        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 512, References(), True)
-        captured = runner._passes._graphs
-        assert captured is not None
+        runner = ModelRunner(load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15)), 5, 100, References(), True)
+        captured, passes = runner._passes._graphs, runner._passes.prompt_graphs
+        assert captured is not None and passes is not None
         if warm:
             joined = noted(monkeypatch)
             assert runner.warm_up() == [1, 2, 4, 8] == sorted(size for size, _ in captured._captured)
             assert not runner.busy and runner.free_slots == 5
             assert {bucket(batch.decoded) for batch in joined if batch.decoded} == {1, 2, 4}
-            assert sorted(captured._prompts) == [16, 32, 64, 128, 256]
+            assert sorted(passes._captured) == sorted(
+                (rows, decoded, table.NEAREST) for rows in (16, 32, 64, 128) for decoded in (0, 8)
+            )
         runner.apply(
             AddSequence(SequenceSpec(id, tuple(prompt), 16, SamplingParams(16, 0.8 * id, seed=id)))
             for id, prompt in enumerate(PROMPTS)
         )
-        known = len(captured._captured)
+        known = len(captured._captured), len(passes._captured)
         tokens: dict[int, list[int | None]] = {}
         while runner.busy:
             for token in runner.step():
                 tokens.setdefault(token.id, []).append(token.token)
         found.append(tokens)
-        assert not warm or len(captured._captured) == known
+        assert not warm or (len(captured._captured), len(passes._captured)) == known
     assert found[0] == found[1]
     model = load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15))
-    assert ModelRunner(model, 5, 64).warm_up() == []
-    assert ModelRunner(model, 5, 64, References(), True, RESERVED + 1).warm_up() == []  # no room for such requests
-    assert ModelRunner(model, 5, 64, References(), True, RESERVED + 2).warm_up() == [1, 2, 4, 8]
+    assert ModelRunner(model, 5, 8).warm_up() == []
+    assert ModelRunner(model, 5, 8, References(), True, RESERVED + 1).warm_up() == []  # no room for such requests
+    assert ModelRunner(model, 5, 8, References(), True, RESERVED + 2).warm_up() == [1, 2, 4, 8]
+
+
+def test_sizes_of_passes_with_prompts() -> None:
+    """What a pass is filled up to is known before, and never less than it has."""
+    assert [rows_of(count) for count in (1, 16, 17, 256, 257, 1024, 1025, 2048)] == [
+        16, 16, 32, 256, 384, 1024, 1280, 2048,
+    ]  # fmt: skip
+    assert [decoded_of(count) for count in (0, 1, 8, 9, 200, 256, 257, 600)] == [0, 8, 8, 32, 256, 256, 512, 768]
+    known = {(rows, decoded) for rows, decoded, _ in sizes(4096, 256)}
+    chance = random.Random(1)
+    for _ in range(500):
+        decoded = chance.randrange(257)
+        rows = decoded + chance.randrange(1, 2049 - decoded)
+        found = (max(rows_of(rows), rows_of(decoded_of(decoded))), decoded_of(decoded))
+        assert found in known and found[0] >= rows and found[1] >= decoded and found[0] - rows < 256
+    assert len(known) < 90
+
+
+def test_a_pass_with_prompts_is_captured_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where it is long or has many prompts, or where the model's experts are computed one after the other."""
+    made = recorded(monkeypatch)
+    model = load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15))
+    passes = PromptGraphs(forward := Forward(model, model.new_cache(4, 64), References()), 3, torch.zeros(4).long())
+    assert passes.find([1, 20], [9, 0], 1) is None and passes.find([1, 30], [9, 0], 1) is not None
+    assert passes.find([3, 20], [9, 0], 0) is None and made == ["prompts"]
+    for counts in ([LONGEST + 1], [1] * (prompt_graphs.MOST + 1)):
+        assert all(passes.find(counts, [0] * len(counts), 0) is None for _ in range(3))
+    monkeypatch.setattr(type(forward), "capturable", False)
+    assert passes.find([1, 30], [9, 0], 1) is None
+
+
+@pytest.mark.parametrize("family", ("llama-3", "gemma2", "olmo2", "gpt2", "qwen3-moe"))
+@pytest.mark.parametrize("size", (1, 2))
+def test_a_captured_pass_has_the_logits_of_its_sequences(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, size: int
+) -> None:
+    """Prompts that begin and that go on, of every length, beside sequences that are decoded."""
+    recorded(monkeypatch)
+    monkeypatch.setattr(Forward, "capturable", True)
+    make(family, tmp_path)
+    source = Directory(tmp_path)
+
+    def check(comm: Comm) -> None:
+        model = load(Decoder(source.config, comm), source)
+        vocab, chance = source.config.vocab, random.Random(1)
+        texts = [[chance.randrange(vocab) for _ in range(length)] for length in (60, 40, 9, 33, 70)]
+        forward = Forward(model, model.new_cache(6, 80), References())
+        last = torch.zeros(6, dtype=torch.long)
+        passes = PromptGraphs(forward, 5, last)
+        done = [0] * 5
+
+        def read(counts: dict[int, int], decoded: int = 0) -> None:
+            """So many tokens of each text; the first ones are decoded."""
+            given = list(counts.items())
+            pieces = [texts[n][done[n] : done[n] + count] for n, count in given]
+            starts, ends = [done[n] for n, _ in given], list(accumulate(counts.values()))
+            for n, _ in given[:decoded]:
+                last[4 - n] = texts[n][done[n]]
+            graph = passes.captured((rows_of(max(ends[-1], 8 * (decoded > 0))), decoded_of(decoded), table.NEAREST))
+            pieces = [piece if number >= decoded else [] for number, piece in enumerate(pieces)]
+            found = graph.replay(pieces, [4 - n for n, _ in given], starts, decoded, [end - 1 for end in ends])
+            assert found.isfinite().all()
+            for (n, count), logits in zip(given, comm.all_gather(found), strict=True):
+                done[n] += count
+                expected = comm.all_gather(model(torch.tensor([texts[n][: done[n]]]))[0, -1:])[0]
+                assert_close(logits, expected, torch.float32)
+
+        with torch.inference_mode():
+            read({0: 7, 1: 1, 2: 8})
+            read({2: 1, 0: 17, 3: 20}, 1)
+            read({1: 1, 0: 1, 3: 1, 4: 64}, 3)
+            read({4: 1, 3: 1, 1: 1, 0: 30}, 2)
+
+    with World(size) as world:
+        world.run(check)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -153,7 +246,7 @@ def test_steps_ahead_change_no_token(monkeypatch: pytest.MonkeyPatch, seed: int)
     """Sequences that come and go at any step, and end with end-of-text tokens: a step that was begun before the last
     one's tokens were known gives the tokens that it would have given afterwards, and none to a sequence that is gone.
     """
-    monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
+    recorded(monkeypatch)
     made: list[str] = []  # steps that follow the last one, and others
     for name in ("fill", "step"):
         original = getattr(graphs._Captured, name)
@@ -195,7 +288,7 @@ def test_steps_ahead_change_no_token(monkeypatch: pytest.MonkeyPatch, seed: int)
 
 def test_a_graph_keeps_what_its_kernels_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scratch memory of the kernels of its schedule: a graph has its address, and nobody else has it."""
-    monkeypatch.setattr(graphs, "_capture", lambda step, device: (None, step()))
+    monkeypatch.setattr(graphs, "capture", lambda step, device: (None, step()))
     made: list[weakref.ref[Forward]] = []
 
     class Scheduled(Forward):

@@ -17,14 +17,15 @@ from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.config.quantization import named_format
 from ladder.engine.forward import Forward, Schedule
-from ladder.engine.graphs import LONGEST, Graphs
+from ladder.engine.graphs import Graphs
+from ladder.engine.prompt_graphs import LONGEST, PromptGraphs, rows_of
 from ladder.kernels.launch import Launch
+from ladder.kernels.table import reach
 from ladder.layers.cache import KVCache
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 
 CAPTURED_PROMPT = LONGEST  # tokens of the longest prompt that is computed by a CUDA graph
-captured_length = Graphs.width  # what such a prompt is filled up to
 STD = 0.02  # of random weights
 SPREAD = {"fp8": 100.0, "int8": 74.0, "int4": 4.6}  # the standard deviation of codes that are drawn alike
 SUB_BLOCKS = {"attention": "attention", "MLP": "mlp"}  # kinds, and a layer's modules
@@ -131,8 +132,11 @@ class FusedModel:
         without: str | None = None,
     ) -> None:
         self._forward, self._without = Forward(model, cache, launch), without
-        self._graphs = Graphs(self._forward, len(cache.lengths) - 1, () if schedule is None else (schedule,))
-        self._device = cache.keys[0].device
+        self._device, spare = cache.keys[0].device, len(cache.lengths) - 1
+        self._graphs = Graphs(self._forward, spare, () if schedule is None else (schedule,))
+        self._prompts = PromptGraphs(
+            self._forward, spare, torch.zeros(spare + 1, dtype=torch.long, device=self._device)
+        )
 
     def decode_step(self, batch: int, context: int) -> Callable[[], Tensor]:
         """A decode step of `batch` sequences, each of them at position `context` - 1, captured as a CUDA graph. A call
@@ -156,7 +160,8 @@ class FusedModel:
 
     def prompt(self, tokens: Sequence[int]) -> Tensor:
         """The logits after a prompt of up to CAPTURED_PROMPT tokens in the first slot, by a CUDA graph."""
-        return self._graphs.prompt(tokens, 0)
+        graph = self._prompts.captured((rows_of(len(tokens)), 0, reach(1)))
+        return graph.replay([tokens], [0], [0], 0, [len(tokens) - 1])
 
     def prompts(self, tokens: Tensor, last: Tensor, slots: list[int]) -> Tensor:
         """The logits after each of several prompts, [batch, tokens], launch by launch."""

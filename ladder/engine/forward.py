@@ -114,19 +114,11 @@ class Forward:
         the rows `last`, [last, block]. The first `decoded` sequences are being decoded: a token each.
         """
         metadata = PrefillMetadata.of(counts, self.cache, slots, self.model.config, self.model.ropes, decoded)
+        return self.prefill_of(tokens, metadata, last)
+
+    def prefill_of(self, tokens: Tensor, metadata: PrefillMetadata, last: Tensor) -> Tensor:
+        """`prefill` by its metadata. It can be captured in a CUDA graph where that has tiles in place of prompts."""
         # without cuDNN, which plans attention for every new length, and takes some 50 ms for that
-        with sdpa_kernel(ATTENTION) if tokens.is_cuda else nullcontext():
-            return self.model.run(self._prefill, tokens, metadata, self.cache, last)
-
-    def beginning(self, count: int) -> PrefillMetadata:
-        """The metadata of a prompt's first `count` tokens, whatever its slot."""
-        return PrefillMetadata.of([count], None, None, self.model.config, self.model.ropes)
-
-    def prefill_at(self, tokens: Tensor, last: Tensor, slots: Tensor, beginning: PrefillMetadata) -> Tensor:
-        """`prefill` of a first piece in `slots`, one for every token. It can be captured in a CUDA graph: first pieces
-        look only at themselves, so nothing depends on the slots but where their keys and values go.
-        """
-        metadata = replace(beginning, slots=slots, tables=self.cache.tables)
         with sdpa_kernel(ATTENTION) if tokens.is_cuda else nullcontext():
             return self.model.run(self._prefill, tokens, metadata, self.cache, last)
 

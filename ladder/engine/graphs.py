@@ -1,11 +1,11 @@
-"""Forward passes as CUDA graphs, communication stream included: decode by batch size, prefill by length."""
+"""Decode steps as CUDA graphs, communication stream included, by the size of the batch."""
 
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from ladder.layers.cache import BLOCK, KVCache
 
 WARM_UP, TIMED = 3, 9  # replays of a graph that is one of several
 STEP = 32  # between the sizes of batches that our matrix kernels do not take
-SHORTEST, LONGEST = 16, 1024  # tokens of a prompt that is worth a graph; longer ones keep the GPU busy by themselves
-LAUNCHED = 256  # tokens that are computed faster than launched, whatever they are filled up to
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class Graphs:
-    """`forward`'s passes. A batch is filled up to the next of a few sizes with rows for `spare`, a slot of the cache
-    that no sequence has; a prompt is filled up to a power of two at its end.
+    """`forward`'s decode steps. A batch is filled up to the next of a few sizes with rows for `spare`, a slot of the
+    cache that no sequence has.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class Graphs:
         device = forward.cache.keys[0].device
         self._newest = torch.zeros(spare + 1, dtype=torch.long, device=device) if last is None else last
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._prompts: dict[int, _CapturedPrompt] = {}
         self._last: tuple[_Captured, tuple[object, ...], list[int]] | None = None
 
     def step(self, sequences: Sequence[object], slots: Sequence[int], positions: Sequence[int]) -> "Step":
@@ -57,23 +54,6 @@ class Graphs:
             captured.fill([*slots, *[self._spare] * fill], [*positions, *[0] * fill])
         self._last = (captured, tuple(sequences), [position + 1 for position in positions])
         return captured.step(count)
-
-    def prompt(self, tokens: Sequence[int], slot: int) -> Tensor:
-        """The logits [1, block] after a prompt of up to LONGEST tokens in a slot that holds nothing yet."""
-        width = self.width(len(tokens))
-        if width not in self._prompts:
-            self._prompts[width] = _CapturedPrompt(self._forward, width, self._spare)
-        return self._prompts[width].replay(tokens, slot)
-
-    @classmethod
-    def worth(cls, count: int) -> bool:
-        """Whether a prompt of `count` tokens is faster by a graph: short, or hardly filled up."""
-        return count <= LAUNCHED or (count <= LONGEST and 8 * count >= 7 * cls.width(count))
-
-    @staticmethod
-    def width(count: int) -> int:
-        """What a prompt of `count` tokens is filled up to; the cache must have room for so many."""
-        return max(SHORTEST, 1 << (count - 1).bit_length())
 
     def captured(self, bucket: int, reach: int | None = None) -> "_Captured":
         """Of a batch of this size, with kernels for sequences of up to `reach` positions (none: the cache's)."""
@@ -107,11 +87,6 @@ class Graphs:
         return found[best]
 
 
-def prompt_widths(most: int) -> list[int]:
-    """Lengths up to `most` that short prompts are filled up to."""
-    return sorted({Graphs.width(count) for count in range(1, min(LAUNCHED, most) + 1) if Graphs.width(count) <= most})
-
-
 def buckets(most: int) -> list[int]:
     """Sizes that batches of up to `most` sequences are filled up to."""
     return sorted({bucket(count) for count in range(1, most + 1)})
@@ -136,16 +111,18 @@ def _long_spare(cache: KVCache, spare: int, position: int) -> Iterator[None]:
         cache.tables[spare] = before
 
 
-def _capture(step: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """`step` as a graph, and where its results are after a replay."""
-    stream = torch.cuda.Stream(device)
+def capture(
+    step: Callable[[], T], device: torch.device, stream: torch.cuda.Stream | None = None, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """`step` as a graph, and where its results are after a replay. Graphs of one `pool` share their memory."""
+    stream = stream or torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         step()  # compiles, and sets up libraries and communicators
         stream.synchronize()
         # other threads of this process may go on using the GPU meanwhile
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             results = step()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph, results
@@ -171,7 +148,7 @@ class _Captured:
         self._newest = last
         self._inputs = torch.zeros(3, bucket, dtype=torch.long, device=device)
         self._inputs[1] = spare
-        self._graph, self._results = _capture(lambda: forward.advance(self._inputs, last, reach), device)
+        self._graph, self._results = capture(lambda: forward.advance(self._inputs, last, reach), device)
 
     def replay(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._inputs.copy_(rows)
@@ -201,28 +178,3 @@ class _Captured:
             end.synchronize()
             found.append(begin.elapsed_time(end))
         return float(statistics.median(found[WARM_UP:]))
-
-
-class _CapturedPrompt:
-    def __init__(self, forward: Forward, width: int, spare: int) -> None:
-        device = forward.cache.keys[0].device
-        self.forward = forward
-        self._width = width
-        self._inputs = torch.zeros(2, width, dtype=torch.long, device=device)  # tokens, slots
-        self._inputs[1] = spare
-        self._spare = spare
-        self._last = torch.zeros(1, dtype=torch.long, device=device)
-        self._beginning = forward.beginning(width)  # the graph has its tensors' addresses
-
-        def step() -> Tensor:
-            return forward.prefill_at(self._inputs[0], self._last, self._inputs[1], self._beginning)
-
-        self._graph, self._results = _capture(step, device)
-
-    def replay(self, tokens: Sequence[int], slot: int) -> Tensor:
-        fill = self._width - len(tokens)  # whose keys and values go to the spare slot
-        rows = [[*tokens, *[0] * fill], [*[slot] * len(tokens), *[self._spare] * fill]]
-        self._inputs.copy_(torch.tensor(rows, pin_memory=self._inputs.is_cuda), non_blocking=True)
-        self._last.fill_(len(tokens) - 1)
-        self._graph.replay()
-        return self._results

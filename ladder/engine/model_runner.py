@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ladder.engine.blocks import BlockPool
-from ladder.engine.graphs import buckets, prompt_widths
+from ladder.engine.graphs import buckets
 from ladder.engine.options import SamplingParams
 from ladder.engine.passes import Passes
 from ladder.engine.requests import TokenLogprobs
@@ -111,8 +111,7 @@ class ModelRunner:
         most = min(self.room, self._context) - TRIED
         if not self._passes.asynchronous or most < SHORT:
             return []
-        for width in prompt_widths(most):
-            self._try(1, width)
+        self._passes.capture(self._scheduler.chunk + len(self._scheduler.free))
         sizes = buckets(len(self._scheduler.free))
         for size in sizes:
             self._try(size, SHORT)

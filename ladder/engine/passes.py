@@ -14,6 +14,7 @@ from ladder.comm.signalled import Signalled
 from ladder.devices import upload
 from ladder.engine.forward import Forward, likeliest
 from ladder.engine.graphs import Graphs
+from ladder.engine.prompt_graphs import PromptGraphs, sizes
 from ladder.engine.sampling import Chosen, Sampler
 from ladder.engine.scheduler import RunningSequence, ScheduledBatch
 from ladder.kernels.launch import Launch, References
@@ -41,15 +42,18 @@ class Passes:
         config = model.config
         self._model = model
         self._launch: Launch = launch or References()
+        self._slots = slots
         # one slot more, for what fills up a graph's batch
         self.cache = model.new_cache(slots + 1, config.context, blocks, cache_dtype)
         device = self.cache.keys[0].device
         self._sampler = Sampler(slots + 1, config.vocab, config.eos, device, self._launch, model.comm.size)
         self._forward = None if launch is None else Forward(model, self.cache, launch)
-        self._graphs = None
+        self._graphs: Graphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         if graphs:
             assert self._forward is not None
             self._graphs = Graphs(self._forward, slots, last=self._sampler.last)
+            self.prompt_graphs = PromptGraphs(self._forward, slots, self._sampler.last)
         # kernels that poll flags: nothing may have to be loaded while they run, see `Flagged.for_kernel`
         self.polls = isinstance(model.comm, Signalled)
 
@@ -62,6 +66,14 @@ class Passes:
     def asynchronous(self) -> bool:
         """Whether passes are computed while this process goes on."""
         return self._graphs is not None
+
+    def capture(self, rows: int) -> None:
+        """Passes with prompts of up to so many rows become graphs before they are needed."""
+        graphs, forward = self.prompt_graphs, self._forward
+        if graphs is not None and forward is not None and forward.capturable:
+            with self._on_device():
+                for size in sizes(rows, self._slots):
+                    graphs.captured(size)
 
     def begin(self, sequence: RunningSequence) -> None:
         """A sequence has got a slot."""
@@ -111,15 +123,16 @@ class Passes:
         ended = [number for number, each in enumerate(work.sequences) if each in answered]
         newest = [work.starts[number] + counts[number] - 1 for number in ended]
         inputs = self._given([[0] * len(ended), [work.slots[number] for number in ended], newest])
-        graphs, forward = self._graphs, self._forward
-        if graphs and forward and forward.capturable and work.starts == (0,) and graphs.worth(ends[-1]):
-            logits = graphs.prompt(work.tokens[0], work.slots[0])
+        rows = [ends[number] - 1 for number in ended]
+        graphs = self.prompt_graphs
+        if graphs is not None and (graph := graphs.find(counts, work.starts, work.decoded)) is not None:
+            logits = graph.replay(work.tokens, work.slots, work.starts, work.decoded, rows)
         else:
             ids = self._given([token for piece in work.tokens for token in piece])
             if work.decoded:
                 ids = torch.cat([self._sampler.last[inputs[1, : work.decoded]], ids])
-            logits = self._logits(ids, work, self._given([ends[number] - 1 for number in ended]))
-        return self._choose(logits[: len(ended)], work.answered, inputs)
+            logits = self._logits(ids, work, self._given(rows))
+        return self._choose(logits, work.answered, inputs)
 
     def _logits(self, ids: Tensor, work: ScheduledBatch, last: Tensor) -> Tensor:
         counts = self._counts(work)

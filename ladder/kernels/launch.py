@@ -10,7 +10,7 @@ from ladder.errors import LadderError
 from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
 from ladder.kernels.attention.attend import Scratch, attend, attend_reference
-from ladder.kernels.attention.attend_prompts import attend_prompts
+from ladder.kernels.attention.attend_prompts import attend_prompts, attend_tiles_reference
 from ladder.kernels.attention.rotary import rotate_write, rotate_write_reference
 from ladder.kernels.both import both_reference, gemv_both, small_gemm_both
 from ladder.kernels.embed import embed, embed_reference
@@ -91,9 +91,14 @@ class References:
     def attend_prompts(
         self, turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention of the rows that are a prompt's, whose `turned` queries, keys and values are in the cache, too."""
+        """Attention of the rows that are a prompt's, whose `turned` queries, keys and values are in the cache, too;
+        those of rows that are decoded are anything.
+        """
+        if not metadata.prompts:  # they are known only by their tiles
+            return attend_tiles_reference(turned, block, metadata, keys, values)
         q, k, v = turned.split((block.heads, block.kv_heads, block.kv_heads), dim=1)
-        return block.over_pieces(q, k, v, metadata, keys, values)
+        y = block.over_pieces(q, k, v, metadata, keys, values)
+        return torch.cat([y.new_empty(metadata.decoded, y.shape[1]), y]) if metadata.decoded else y
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:
         """The experts' partial sum + plus / divisor."""
@@ -227,7 +232,9 @@ class Kernels:
         packed = weight.packed if weight.dense is None else None
         return weight.dense if packed is None else dequantize(packed, weight.dtype)
 
-    def attend(self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         batch, (_, kv_heads, d) = qkv.shape[1], keys.shape
         size = block.dtype.itemsize
         shape = Shape("attend", _bucket(batch), kv_heads, reach(metadata.reach), False, size, self.lanes, self.flags)
@@ -238,15 +245,17 @@ class Kernels:
         if key not in self._scratch:  # one kernel after another uses it
             self._scratch[key] = Scratch.of(*key, qkv.device)
         qkv = qkv.contiguous()  # in prefill they may be parts of longer rows
-        return attend(qkv, block, metadata, keys, values, config, self._scratch[key], self.pdl)
+        return attend(qkv, block, metadata, keys, values, config, self._scratch[key], self.pdl, out)
 
     def attend_prompts(
         self, turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor
     ) -> Tensor:
-        seen = metadata.prompts[0][1]
-        plain = block.cap is None and (block.window is None or block.window >= seen)
-        if metadata.single and plain:  # the library has a kernel for exactly this
-            return References().attend_prompts(turned, block, metadata, keys, values)
+        if metadata.single:
+            seen = metadata.prompts[0][1]
+            if block.cap is None and (
+                block.window is None or block.window >= seen
+            ):  # the library has a kernel for this
+                return References().attend_prompts(turned, block, metadata, keys, values)
         return attend_prompts(turned, block, metadata, keys, values, self.shared)
 
     def experts(self, x: Tensor, block: ExpertMLP, plus: Tensor | None, divisor: int) -> Tensor:

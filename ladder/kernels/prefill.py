@@ -58,13 +58,11 @@ class Prefill(FusedReader):
         assert isinstance(metadata, PrefillMetadata) and cache is not None
         keys, values = cache.keys[block.layer], cache.values[block.layer]
         qkv = self.norms_of_all_heads(stream, block, qkv)
-        first, (newest, others) = metadata.decoded, metadata.parts
-        turned = self.launch.rotate_write(qkv[first:], block, others, keys, values)
+        turned = self.launch.rotate_write(qkv, block, metadata, keys, values)
         y = self.launch.attend_prompts(turned, block, metadata, keys, values)
-        if not first:
-            return y
-        decoded = self.launch.attend(qkv[:first].unsqueeze(0), block, newest, keys, values)
-        return torch.cat([decoded, y])
+        if metadata.newest is not None:
+            self.launch.attend(qkv[: metadata.decoded].unsqueeze(0), block, metadata.newest, keys, values, y)
+        return y
 
     def experts(self, stream: ResidualStream, out: Out, block: ExpertMLP, x: Tensor) -> None:
         choice = block.choose(x)

@@ -87,8 +87,10 @@ class Attention(nn.Module):
     def over_pieces(
         self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata, keys: Tensor | None, values: Tensor | None
     ) -> Tensor:
-        """Attention of a pass's rows [rows, heads, d] -> [rows, heads * d]. What came before them is in the cache."""
-        found, row = [], 0
+        """Attention of a pass's rows [rows, heads, d] that are not decoded -> [such rows, heads * d]. What came before
+        them is in the cache.
+        """
+        found, row = [], metadata.decoded
         for piece in metadata.pieces:
             end = row + piece.shape[0] * piece.shape[1]
             its_q, its_k, its_v = (x[row:end].unflatten(0, piece.shape) for x in (q, k, v))

@@ -107,10 +107,12 @@ class Metadata:
     tables: Tensor  # the cache's
     reach: int  # positions that kernels are chosen for: the longest sequence, about
 
-    def rows(self, cut: slice) -> "Metadata":
-        """Of some rows only."""
-        cos, sin = self.cos[:, cut], self.sin[:, cut]
-        return replace(self, slots=self.slots[cut], positions=self.positions[cut], cos=cos, sin=sin)
+    def first(self, rows: int) -> "Metadata | None":
+        """Of so many rows only; None: of no rows."""
+        cos, sin = self.cos[:, :rows], self.sin[:, :rows]
+        return (
+            replace(self, slots=self.slots[:rows], positions=self.positions[:rows], cos=cos, sin=sin) if rows else None
+        )
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,15 @@ class PrefillMetadata(Metadata):
 
     prompts: tuple[tuple[int, int], ...]  # where they start, and their tokens: the sequences that are not decoded
     windows: tuple[int | None, ...]  # sliding windows of the model's layers
-    decoded: int = 0  # rows at the beginning that are a sequence's newest token: attention as in decoding
-    made: dict[int, Tensor] = field(default_factory=dict)  # tiles; they are those of other slots, too (`replace`)
+    newest: Metadata | None = (
+        None  # of the rows at the beginning that are a sequence's newest token, where there are any
+    )
+    made: dict[int, Tensor] = field(default_factory=dict)  # tiles of so many tokens
 
-    @cached_property
-    def parts(self) -> tuple[Metadata, Metadata]:
-        """Of the rows that are decoded, and of the others."""
-        first = self.decoded
-        return self.rows(slice(first)), self.rows(slice(first, None)) if first else self
+    @property
+    def decoded(self) -> int:
+        """Rows at the beginning that are a sequence's newest token: attention as in decoding."""
+        return 0 if self.newest is None else len(self.newest.slots)
 
     @cached_property
     def pieces(self) -> tuple[Pieces, ...]:
@@ -158,17 +161,9 @@ class PrefillMetadata(Metadata):
         return len(self.prompts) == 1 and self.prompts[0][0] == 0
 
     def tiles(self, tokens: int) -> Tensor:
-        """The prompts in parts of up to `tokens` tokens: (row after those that are decoded, tokens), [tiles, 2]. Those
-        that see most come first.
-        """
+        """The prompts in parts of up to `tokens` tokens: (row, tokens), [tiles, 2]."""
         if tokens not in self.made:
-            found, row = [], 0
-            for start, count in self.prompts:
-                found += [(start + at, row + at, min(tokens, count - at)) for at in range(0, count, tokens)]
-                row += count
-            found.sort(reverse=True)
-            tiles = torch.tensor([each[1:] for each in found], dtype=torch.int32)
-            self.made[tokens] = upload(tiles, self.positions.device)
+            self.made[tokens] = upload(torch.tensor(tiles(self.prompts, self.decoded, tokens)), self.positions.device)
         return self.made[tokens]
 
     @classmethod
@@ -194,7 +189,19 @@ class PrefillMetadata(Metadata):
         tables = torch.zeros(1, 1, dtype=torch.int32, device=device) if cache is None else cache.tables
         reach = max(starts[:decoded], default=seen - 1) + 1  # kernels are chosen for the rows that are decoded
         prompts = tuple(zip(starts, counts, strict=True))[decoded:]
-        return cls(owners, positions, *ropes.angles(positions), tables, reach, prompts, config.windows, decoded)
+        every = Metadata(owners, positions, *ropes.angles(positions), tables, reach)
+        return cls(**vars(every), prompts=prompts, windows=config.windows, newest=every.first(decoded))
+
+
+def tiles(prompts: Sequence[tuple[int, int]], first: int, tokens: int) -> list[tuple[int, int]]:
+    """Prompts, by where they start and their tokens, whose rows begin at `first`, in parts of up to `tokens` tokens:
+    row and tokens of each. Those that see most come first.
+    """
+    found = []
+    for start, count in prompts:
+        found += [(start + at, first + at, min(tokens, count - at)) for at in range(0, count, tokens)]
+        first += count
+    return [(row, count) for _, row, count in sorted(found, reverse=True)]
 
 
 def _pieces(

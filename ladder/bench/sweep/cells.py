@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ladder.bench.model import Case, captured_length
+from ladder.bench.model import Case
 from ladder.bench.sweep.options import REAL, BenchOptions, Preset
 from ladder.comm.link import Link
 from ladder.config import SIZES, ModelConfig
@@ -80,8 +80,8 @@ class Cell:
 
     @property
     def capacity(self) -> int:
-        """Positions that the cache needs; a graph's prompt is filled up to a power of two."""
-        return max(self.context, captured_length(self.prompt) if self.batch == 1 and self.device == "cuda" else 0) + 1
+        """Positions that the cache needs."""
+        return self.context + 1
 
     @property
     def emulated_link(self) -> Link | None:

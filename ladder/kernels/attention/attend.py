@@ -1,6 +1,6 @@
 """Attention of one new token per request over its slot of the cache, split along the positions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     if EARLY:  # older positions can be had before the kernel before this one has finished
         early = begin + t
         first_keys, first_values = block_of(keys, values, own, early, early < last, row, d, D, BLOCK)
-    newest_place = cache_line(own, n - 1, True, BLOCK) * row
+    newest_place = cache_line(own, n - 1, n > 0, BLOCK) * row
     partner = tl.where(d < half, d + half, d - half)
     c = tl.load(cos + b * half + d % half, mask=wide, other=0.0)
     s = tl.load(sin + b * half + d % half, mask=wide, other=0.0)
@@ -113,6 +113,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     let_others_start(PDL)
     width = (G + 2) * KVHEADS * D
     here = (g < G)[:, None] & wide[None, :]
+    there = here & (n > 0)  # else it is nobody's row
     at_q = b * width + (kv * G + g[:, None]) * D
     q = _heads(qkv, at_q + d[None, :], BATCH * width, here, QS)
     other_q = _heads(qkv, at_q + partner[None, :], BATCH * width, here, QS)
@@ -147,7 +148,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
     line = b * KVHEADS + kv
     to = out + (line * G + g[:, None]) * D + d[None, :]
     if SPLITS == 1:
-        tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=here)
+        tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=there)
     else:
         slot = (line * SPLITS + split) * G + g
         tl.store(parts + slot[:, None] * D + d[None, :], y, mask=here)
@@ -168,7 +169,7 @@ def _attend(qkv, cos, sin, q_gain, k_gain, keys, values, slots, positions, table
                 its_top = tl.load(weights + slot * 2, mask=g < G, other=0.0, cache_modifier=".cg")
                 part = tl.load(parts + slot[:, None] * D + d[None, :], mask=here, other=0.0, cache_modifier=".cg")
                 y += part * tl.exp(its_top - top)[:, None]
-            tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=here)
+            tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=there)
 
 
 def attend(
@@ -180,8 +181,10 @@ def attend(
     config: Split,
     scratch: Scratch,
     pdl: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """softmax( q K^T scale ) V for one new token of every sequence, over its blocks of the cache and itself.
+    """softmax( q K^T scale ) V for one new token of every sequence, over its blocks of the cache and itself. It goes to
+    the first rows of `out`, if that is given. A sequence at position -1 is none, and nothing is written for it.
 
     `qkv` [splits, batch, (heads + 2 kv_heads) * d] is the fused projection's output, to be added up over its splits.
     q and k go through their norms by head where there are any, then they are rotated; k and v are written into the
@@ -194,7 +197,8 @@ def attend(
     _, kv_heads, d = keys.shape
     group = block.heads // kv_heads
     group_padded, padded = (max(16, triton.next_power_of_2(width)) for width in (group, d))
-    out = torch.empty(batch, block.heads * d, dtype=block.dtype, device=qkv.device)
+    if out is None:
+        out = torch.empty(batch, block.heads * d, dtype=block.dtype, device=qkv.device)
     q_gain, k_gain, eps, offset = head_gains(block)
     _attend[(config.splits, kv_heads, batch)](
         qkv, metadata.cos[block.rope], metadata.sin[block.rope], q_gain, k_gain, keys, values, metadata.slots,
@@ -209,16 +213,36 @@ def attend(
     return out
 
 
-def attend_reference(qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor) -> Tensor:
+def attend_reference(
+    qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor, out: Tensor | None = None
+) -> Tensor:
     """The same with torch, one sequence after the other."""
-    q = rotate_write_reference(qkv.sum(0), block, metadata, keys, values)[:, : block.heads]
+    q = qkv.sum(0)
+    rows = (metadata.positions >= 0).nonzero().flatten()
+    metadata = replace(
+        metadata, slots=metadata.slots[rows], positions=metadata.positions[rows], cos=metadata.cos[:, rows],
+        sin=metadata.sin[:, rows],
+    )  # fmt: skip
+    turned = rotate_write_reference(q[rows], block, metadata, keys, values)
+    if out is None:
+        out = q.new_zeros(len(q), block.heads * keys.shape[2])
+    out[rows] = attend_rows_reference(turned[:, : block.heads], block, metadata, keys, values)
+    return out
+
+
+def attend_rows_reference(
+    queries: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Rotated queries [rows, heads, d] over the cache, which holds all that they may see -> [rows, heads * d]."""
     found = []
-    for query, slot, position in zip(q, metadata.slots.tolist(), metadata.positions.tolist(), strict=True):
+    for query, slot, position in zip(queries, metadata.slots.tolist(), metadata.positions.tolist(), strict=True):
         first = max(0, position + 1 - (block.window or position + 1))
         seen = torch.arange(first, position + 1, device=keys.device)
         at = places(metadata.tables, torch.full_like(seen, slot), seen)
-        k, v = (read(x, at, q.dtype).repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values))
+        k, v = (
+            read(x, at, queries.dtype).repeat_interleave(block.heads // block.kv_heads, dim=1) for x in (keys, values)
+        )
         scores = torch.einsum("hd,thd->ht", query, k).float() * block.scale
         scores = scores if block.cap is None else block.cap * torch.tanh(scores / block.cap)
         found.append(torch.einsum("ht,thd->hd", torch.softmax(scores, dim=-1).to(v.dtype), v).flatten())
-    return torch.stack(found)
+    return torch.stack(found) if found else queries.new_empty(0, block.heads * queries.shape[2])

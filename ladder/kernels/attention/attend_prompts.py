@@ -1,12 +1,13 @@
 """Attention of the tokens of several prompts over their blocks of the cache, in one launch."""
 
+from dataclasses import replace
 from math import e, log2
 
 import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.attention.attend import PER_WARP, block_of, capped
+from ladder.kernels.attention.attend import PER_WARP, attend_rows_reference, block_of, capped
 from ladder.kernels.device import product
 from ladder.layers.attention import Attention
 from ladder.layers.cache import BLOCK, PrefillMetadata
@@ -43,16 +44,17 @@ def _over(query, keys, values, own, begin, end, last, position, top, mass, y, ro
     return top, mass, y
 
 
-# rows of prompts may begin anywhere behind those that are decoded
-@triton.jit(do_not_specialize=["WIDTH"], do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize=["WIDTH"])
 def _attend_prompts(turned, keys, values, tiles, slots, positions, tables, out, scale, cap, WIDTH, G: tl.constexpr,
                     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KVHEADS: tl.constexpr, WINDOW: tl.constexpr,
                     CAP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     kv = tl.program_id(1)
-    first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    start = tl.load(positions + first).to(tl.int32)
+    first, count = tl.load(tiles + 2 * tile).to(tl.int32), tl.load(tiles + 2 * tile + 1).to(tl.int32)
+    start = tl.load(positions + first, mask=count > 0, other=0).to(
+        tl.int32
+    )  # none of a tile that fills up their number
     own = tables + tl.load(slots + first).to(tl.int64) * WIDTH
     m = tl.arange(0, BM)
     token, head = m // GP, m % GP
@@ -84,11 +86,22 @@ def _attend_prompts(turned, keys, values, tiles, slots, positions, tables, out, 
     tl.store(to, (y / mass[:, None]).to(out.dtype.element_ty), mask=here)
 
 
+def tokens_of_tile(heads: int, kv_heads: int, head_dim: int, size: int) -> int:
+    """Tokens of a program, of numbers of `size` bytes."""
+    group, padded = triton.next_power_of_2(heads // kv_heads), max(16, triton.next_power_of_2(head_dim))
+    return int(_queries(group, padded, size) // group)
+
+
+def _queries(group: int, width: int, size: int) -> int:
+    return max(16, group, min(QUERIES, QUERIES * 256 // (width * size)))
+
+
 def attend_prompts(
     turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor, shared: int
 ) -> Tensor:
     """softmax( q K^T scale ) V for the rows of a pass that are a prompt's, [rows, heads * d]: each sees its sequence up
-    to itself, in the cache, where its own key and value are by now. `turned` [rows, heads + 2 kv_heads, d] has q.
+    to itself, in the cache, where its own key and value are by now. `turned` [rows, heads + 2 kv_heads, d] has q. Rows
+    that are in no tile are not written.
 
     Scores become cap tanh(score / cap) if there is a cap. A program has some tokens of a sequence and the heads that
     share a key; `shared`: bytes of a multiprocessor for the keys and values that it has under way.
@@ -97,18 +110,30 @@ def attend_prompts(
     group = block.heads // kv_heads
     group_padded, padded = triton.next_power_of_2(group), max(16, triton.next_power_of_2(d))
     size = turned.element_size()
-    queries = max(16, group_padded, min(QUERIES, QUERIES * 256 // (padded * size)))
+    queries = _queries(group_padded, padded, size)
     under_way = shared - queries * padded * size
     position_bytes = 2 * padded * keys.element_size() * (STAGES - 1)
     seen = max(16, min(POSITIONS * 2 // size, 1 << (max(1, under_way // position_bytes).bit_length() - 1)))
-    tiles, others = metadata.tiles(queries // group_padded), metadata.parts[1]
+    tiles = metadata.tiles(queries // group_padded)
     out = torch.empty(rows, block.heads * d, dtype=turned.dtype, device=turned.device)
     in_bits = log2(e)  # scores are exponents of 2
     _attend_prompts[(len(tiles), kv_heads)](
-        turned, keys, values, tiles, others.slots, others.positions, others.tables, out, block.scale * in_bits,
-        (block.cap or 1.0) * in_bits, others.tables.shape[1],
+        turned, keys, values, tiles, metadata.slots, metadata.positions, metadata.tables, out, block.scale * in_bits,
+        (block.cap or 1.0) * in_bits, metadata.tables.shape[1],
         G=group, GP=group_padded, D=d, DP=padded, KVHEADS=kv_heads, WINDOW=block.window or 0,
         CAP=block.cap is not None, BM=queries, BT=seen, STAGES=STAGES, IEEE=turned.dtype is torch.float32, BLOCK=BLOCK,
         num_warps=max(4, min(8, queries * padded // PER_WARP)),
     )  # fmt: skip
+    return out
+
+
+def attend_tiles_reference(
+    turned: Tensor, block: Attention, metadata: PrefillMetadata, keys: Tensor, values: Tensor
+) -> Tensor:
+    """The same of the tiles that the metadata has, with torch, one row after the other."""
+    (tiles,) = metadata.made.values()
+    rows = torch.cat([torch.arange(first, first + count, device=turned.device) for first, count in tiles.tolist()])
+    out = turned.new_zeros(len(turned), block.heads * turned.shape[2])
+    own = replace(metadata, slots=metadata.slots[rows], positions=metadata.positions[rows])
+    out[rows] = attend_rows_reference(turned[rows, : block.heads], block, own, keys, values)
     return out

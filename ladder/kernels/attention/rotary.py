@@ -10,8 +10,7 @@ from ladder.layers.cache import BLOCK, Metadata, places, write
 from ladder.layers.rope import rotate
 
 
-# rows of prompts may begin anywhere behind those that are decoded
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit
 def _rotate_write(qkv, cos, sin, q_gain, k_gain, slots, positions, tables, out, keys, values, eps, WIDTH, STRIDE,
                   HEADS: tl.constexpr, KVHEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   QKNORM: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
