@@ -106,7 +106,8 @@ class _Captured:
         self._inputs = torch.zeros(sum(self._sizes), dtype=torch.long, device=device)
         self._tokens, slots, positions, newest, answered, parts = self._inputs.split(self._sizes)
         self._slots_of_rows = slots
-        self._write([], [], [], 0, [])
+        slots.fill_(spare)
+        newest.fill_(-1)
 
         def step() -> Tensor:
             cos, sin = model.ropes.angles(positions)
