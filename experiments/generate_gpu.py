@@ -27,7 +27,7 @@ from ladder.bench.machine import machine, milliseconds
 from ladder.bench.model import FusedModel
 from ladder.config import ModelConfig
 from ladder.engine.forward import Schedule
-from ladder.engine.graphs import bucket
+from ladder.engine.graphs.steps import bucket
 from ladder.engine.passes import Passes
 from ladder.kernels.launch import Kernels
 from ladder.kernels.table import reach

@@ -5,7 +5,9 @@ python -m experiments.throughput WIRING|vllm [SIZE [LOAD ...]] >> results/throug
 The same requests for every engine: 256 and 1,024 of them, prompts of 128 to 1,024 random tokens, outputs of 64 to 512
 tokens, temperature 0.8 and top-p 0.95, all at once and at a Poisson rate; weights are random. With LONG in place of a
 load: short requests, several at a time, alone for a while, and then for as long as another one with a prompt of
-100,000 tokens is read (20,000 on a CPU).
+100,000 tokens is read (20,000 on a CPU). With GENERATE: milliseconds per token of equally long requests, as
+experiments/generate_gpu.py measures those of `LLM.generate`. On a GPU our lines also say how long the passes took: to
+be launched, and on the GPU.
 """
 
 import asyncio
@@ -23,7 +25,10 @@ from typing import Any, Protocol
 
 import torch
 
-from experiments.generate_gpu import fill, sparse_checkpoint
+from experiments.generate_gpu import LONG as LONG_ANSWER
+from experiments.generate_gpu import PROMPT, REPEATS, fill, sparse_checkpoint
+from experiments.generate_gpu import SHORT as SHORT_ANSWER
+from experiments.passes_gpu import Timer
 from ladder import SamplingParams
 from ladder.bench.machine import machine
 from ladder.engine.async_llm import AsyncLLM
@@ -64,8 +69,11 @@ class Theirs:
         from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]
         from vllm.v1.engine.async_llm import AsyncLLM as Async  # type: ignore[import-not-found]
 
-        self._params = lambda tokens: Params(
-            max_tokens=tokens, detokenize=False, output_kind=RequestOutputKind.DELTA, **SAMPLED
+        self._params = lambda tokens, how=SAMPLED, every=True: Params(
+            max_tokens=tokens,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if every else RequestOutputKind.FINAL_ONLY,
+            **how,
         )
         self._engine = Async.from_engine_args(
             AsyncEngineArgs(
@@ -81,6 +89,13 @@ class Theirs:
         given = {"prompt_token_ids": prompt}
         async for output in self._engine.generate(given, self._params(tokens), str(time.perf_counter_ns())):
             yield len(output.outputs[0].token_ids)
+
+    async def whole(self, prompt: list[int], tokens: int, how: dict[str, Any]) -> int:
+        """The number of tokens of an answer that comes at once."""
+        given, count = {"prompt_token_ids": prompt}, 0
+        async for output in self._engine.generate(given, self._params(tokens, how, False), str(time.perf_counter_ns())):
+            count = len(output.outputs[0].token_ids)
+        return count
 
 
 @dataclass
@@ -172,15 +187,58 @@ async def beside_a_long_prompt(engine: Engine) -> dict[str, Any]:
     return line | {"tpot_ratio": round(medians[0] / medians[1], 4)}
 
 
-async def measure(engine: Engine, size: str, loads: list[str]) -> None:
+def seconds_of_passes(timer: Timer) -> dict[str, float]:
+    """Milliseconds of the passes since the last call: of decode steps, and of those with prompts."""
+    found: dict[str, float] = {}
+    passes = timer.take()
+    for name, these in (
+        ("decode", [p for p in passes if not p[0].tokens]),
+        ("prompt", [p for p in passes if p[0].tokens]),
+    ):
+        found[f"{name}_passes"] = len(these)
+        for kind, ms in (("launch", [p[1] for p in these]), ("gpu", [p[2] for p in these])):
+            found[f"{name}_{kind}_p50_ms"] = round(statistics.median(ms), 3) if ms else 0.0
+            found[f"{name}_{kind}_most_ms"] = round(max(ms, default=0.0), 3)
+    return found
+
+
+async def generate(engine: Theirs) -> AsyncIterator[dict[str, Any]]:
+    """As `ms_per_token` of experiments/generate_gpu.py."""
+    for batch in (1, 4, 16, 64, 128):
+        prompts = [[(7 * number + at) % 1000 + 1 for at in range(PROMPT)] for number in range(batch)]
+        line: dict[str, Any] = {"batch": batch, "prompt": PROMPT, "repeats": REPEATS}
+        for kind, how in (("greedy", {"temperature": 0.0, "ignore_eos": True}), ("sampled", {**SAMPLED, "seed": 1})):
+
+            async def seconds(tokens: int, how: dict[str, Any] = how, prompts: list[list[int]] = prompts) -> float:
+                begin = time.perf_counter()
+                counts = await asyncio.gather(*(engine.whole(prompt, tokens, how) for prompt in prompts))
+                assert all(count == tokens for count in counts)
+                return time.perf_counter() - begin
+
+            await seconds(LONG_ANSWER)
+            times = [await seconds(LONG_ANSWER) - await seconds(SHORT_ANSWER) for _ in range(REPEATS)]
+            line[f"{kind}_ms_per_token"] = round(statistics.median(times) / (LONG_ANSWER - SHORT_ANSWER) * 1e3, 4)
+        yield line
+
+
+async def measure(engine: Engine, size: str, loads: list[str], timer: Timer | None = None) -> None:
     for count in WARM_UP[: WARM_UP.index(SEQUENCES) + 1]:
         await asyncio.gather(
             *(ask(engine, number, [number + 1] * (600 if DEVICE != "cpu" else 20), 24) for number in range(count))
         )
+    common = {"engine": engine.name, "size": size, "max_num_seqs": SEQUENCES}
+    stamp = machine(torch.device(DEVICE))
     for name in loads:
+        if name == "GENERATE":
+            assert isinstance(engine, Theirs)
+            async for line in generate(engine):
+                print(json.dumps({"measure": "generate", **common, **line, **stamp}), flush=True)
+            continue
+        if timer is not None:
+            timer.take()
         found = await (beside_a_long_prompt(engine) if name == "LONG" else load(engine, *LOADS[name]))
-        line = {"measure": "throughput", "engine": engine.name, "size": size, "max_num_seqs": SEQUENCES, **found}
-        print(json.dumps({**line, **machine(torch.device(DEVICE))}), flush=True)
+        found |= {} if timer is None else seconds_of_passes(timer)
+        print(json.dumps({"measure": "throughput", **common, **found, **stamp}), flush=True)
 
 
 async def main(kind: str, size: str, loads: list[str]) -> None:
@@ -199,8 +257,9 @@ async def main(kind: str, size: str, loads: list[str]) -> None:
         async with AsyncLLM(
             directory, wiring=kind, device=DEVICE, max_num_seqs=SEQUENCES, memory=MEMORY, warm_up=True
         ) as llm:  # warmed up, as `ladder serve` does it
-            fill(llm._supervisor._executor._runner._passes._model)  # type: ignore[union-attr]
-            await measure(Ours(llm, kind), size, loads)
+            runner = llm._supervisor._executor._runner  # type: ignore[union-attr]
+            fill(runner._passes._model)
+            await measure(Ours(llm, kind), size, loads, Timer(runner) if DEVICE != "cpu" else None)
 
 
 if __name__ == "__main__":

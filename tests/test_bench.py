@@ -24,13 +24,13 @@ from ladder.bench.sweep.sweep import COLUMNS, KEYS, bench, done, key, line_of, r
 from ladder.comm.base import Comm, Solo
 from ladder.comm.one_rank import OneRank
 from ladder.config.quantization import NAMED
-from ladder.engine import graphs
 from ladder.errors import LadderError, RankError
 from ladder.kernels.launch import Launch, References
 from ladder.layers.cache import KVCache
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.perf.arms import ARMS, wiring_of
+from tests.graphs import recorded
 from tests.recording import Recording
 
 GIB = 1 << 30
@@ -316,12 +316,9 @@ def test_all_arms_run_the_same_software(kind: str, link: str, expected: type, mo
         made.append(make(model, cache, cell, comm, launch))
         return made[-1]
 
-    class Graph:
-        def replay(self) -> None: ...
-
     monkeypatch.setattr(measure, "runner", runner)
     monkeypatch.setattr(measure, "Signalled", lambda wires, *_: wires[0])
-    monkeypatch.setattr(graphs, "_capture", lambda step, device: (Graph(), step()))
+    recorded(monkeypatch)
     rest: dict[str, Any] = {"link_kind": kind, "link": link, "cell_link": link, "repetitions": 2, "prompt": 16}
     lot = [tiny_cell(arm=arm, wiring=arm, **rest) for arm in ("standard", "ladder")]
     model = random_model(lot[0].case(), OneRank(2), torch.device("cpu"), torch.float32)
@@ -365,24 +362,10 @@ def test_prompts_go_in_pieces(batch: int, prompt: int, passes: int) -> None:
 
 @pytest.mark.parametrize("batch", (1, 3))
 def test_one_rank_by_graphs(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: reference implementations for kernels, and a graph is the function it was captured from. Each arm
+    """Without a GPU: reference implementations for kernels, and a graph that computes again. Each arm
     keeps its own wiring and communicator when arms take turns, and chooses the tokens that the decoder's layers do.
     """
-
-    class Graph:
-        def __init__(self, step: Callable[[], Any]) -> None:
-            self.replays, self._step = 0, step
-
-        def replay(self) -> None:
-            self.replays += 1
-
-    made: list[Graph] = []
-
-    def capture(step: Callable[[], Any], device: torch.device) -> tuple[Graph, Any]:
-        made.append(Graph(step))
-        return made[-1], step()
-
-    monkeypatch.setattr(graphs, "_capture", capture)
+    made = recorded(monkeypatch)
     monkeypatch.setattr(measure, "configure", lambda model, *_: setattr(model, "comm", OneRank(2)))
     arms = [tiny_cell(batch=batch, mode="one-rank", arm=arm, wiring=arm) for arm in ("standard", "ladder")]
     model = random_model(arms[0].case(), OneRank(2), torch.device("cpu"), torch.float32)

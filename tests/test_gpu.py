@@ -15,8 +15,8 @@ from ladder.comm.one_rank import OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
 from ladder.engine.forward import Forward
-from ladder.engine.graphs import Graphs
-from ladder.engine.prompt_graphs import PromptGraphs, rows_of
+from ladder.engine.graphs.prompts import PromptGraphs, rows_of
+from ladder.engine.graphs.steps import Graphs
 from ladder.kernels.launch import Kernels
 from ladder.kernels.table import NEAREST
 from ladder.model import Decoder

@@ -14,7 +14,7 @@ from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.engine.forward import Forward, Schedule
-from ladder.engine.graphs import Graphs
+from ladder.engine.graphs.steps import Graphs
 from ladder.kernels.launch import Kernels
 from ladder.model import Decoder
 from tests.families import FAMILIES, make

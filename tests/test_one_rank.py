@@ -24,8 +24,8 @@ from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import LibraryRank, OneRank
 from ladder.comm.signalled import Flagged, Signalled
 from ladder.config import ModelConfig
-from ladder.engine import graphs
 from ladder.engine.executors.heartbeat import Heartbeat, HeartbeatComm
+from ladder.engine.graphs import steps as graphs
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
 from ladder.kernels.decode import FusedReader
@@ -165,7 +165,7 @@ def test_a_step_without_a_sub_block(part: str, output: str, monkeypatch: pytest.
     class Graph:
         def replay(self) -> None: ...
 
-    monkeypatch.setattr(graphs, "_capture", lambda step, device: (Graph(), step()))
+    monkeypatch.setattr(graphs, "capture", lambda step, *_: (Graph(), step()))
     model = random_model(Case("tiny", 1), Solo(), torch.device("cpu"), torch.float32)
 
     def logits(without: str | None) -> torch.Tensor:

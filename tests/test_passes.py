@@ -3,7 +3,6 @@
 import gc
 import random
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ladder.checkpoint import Directory, Random, load
 from ladder.comm.base import Comm
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
-from ladder.engine import graphs, prompt_graphs
 from ladder.engine.forward import Forward, Schedule
-from ladder.engine.graphs import Graphs, bucket
+from ladder.engine.graphs import prompts as prompt_graphs
+from ladder.engine.graphs import steps as graphs
+from ladder.engine.graphs.prompts import LONGEST, PromptGraphs, rows_of, sizes
+from ladder.engine.graphs.steps import Graphs, bucket
 from ladder.engine.model_runner import AbortSequence, AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
-from ladder.engine.prompt_graphs import LONGEST, PromptGraphs, decoded_of, rows_of, sizes
 from ladder.engine.scheduler import ScheduledBatch, SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
@@ -31,11 +30,13 @@ from ladder.jit import PRESENT
 from ladder.kernels import table
 from ladder.kernels.launch import Launch, References
 from ladder.kernels.sampling.argmax import choose, choose_reference
+from ladder.kernels.table import beside
 from ladder.layers.cache import RESERVED
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests.checkpoints import tiny
 from tests.families import make
+from tests.graphs import recorded
 from tests.test_kernels import DEVICE, assert_close
 
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
@@ -62,36 +63,6 @@ def test_same_tokens(wiring: str, temperature: float, size: int) -> None:
         plain = world.run(lambda comm: tokens(comm, None, params, wiring))
         by_references = world.run(lambda comm: tokens(comm, References(), params, wiring))
     assert plain == by_references and len(plain[0]) == 2 * len(PROMPTS)
-
-
-class Recorded:
-    """Stands for a CUDA graph: a replay computes again, from the same inputs into the same results."""
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self._step = step
-        self._results = step()
-
-    def replay(self) -> None:
-        for old, new in zip(self.tensors(self._results), self.tensors(self._step()), strict=True):
-            old.copy_(new)
-
-    @staticmethod
-    def tensors(results: Any) -> tuple[Tensor, ...]:
-        return results if isinstance(results, tuple) else (results,)
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Graphs are recorded; what they are of, from now on."""
-    made: list[str] = []
-
-    def capture(step: Callable[[], Any], *_: object) -> tuple[Recorded, Any]:
-        graph = Recorded(step)
-        made.append("step" if isinstance(graph._results, tuple) else "prompts")
-        return graph, graph._results
-
-    for module in (graphs, prompt_graphs):
-        monkeypatch.setattr(module, "capture", capture)
-    return made
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[ScheduledBatch]:
@@ -126,9 +97,10 @@ def test_same_tokens_from_graphs(monkeypatch: pytest.MonkeyPatch, temperature: f
                 tokens.setdefault(token.id, []).append(token.token)
         found.append(tokens)
     assert found[0] == found[1]
-    assert made.count("step") >= 4  # they were used, and others for longer sequences
+    kinds = [each.kind for each in made if each.replays]
+    assert kinds.count("step") >= 4  # they were used, and others for longer sequences
     passes = runner._passes.prompt_graphs
-    assert passes is not None and made.count("prompts") == len(passes._captured)
+    assert passes is not None and kinds.count("prompts") == len(passes._captured)
     assert {(decoded, reach) for _, decoded, reach in passes._captured} >= {(0, 64), (8, 64), (8, 256)}
     assert any(batch.decoded == 2 and len(batch.sequences) == 3 for batch in joined)
 
@@ -171,13 +143,13 @@ def test_sizes_of_passes_with_prompts() -> None:
     assert [rows_of(count) for count in (1, 16, 17, 256, 257, 1024, 1025, 2048)] == [
         16, 16, 32, 256, 384, 1024, 1280, 2048,
     ]  # fmt: skip
-    assert [decoded_of(count) for count in (0, 1, 8, 9, 200, 256, 257, 600)] == [0, 8, 8, 32, 256, 256, 512, 768]
+    assert [beside(count) for count in (0, 1, 8, 9, 200, 256, 257, 600)] == [0, 8, 8, 32, 256, 256, 512, 768]
     known = {(rows, decoded) for rows, decoded, _ in sizes(4096, 256)}
     chance = random.Random(1)
     for _ in range(500):
         decoded = chance.randrange(257)
         rows = decoded + chance.randrange(1, 2049 - decoded)
-        found = (max(rows_of(rows), rows_of(decoded_of(decoded))), decoded_of(decoded))
+        found = (max(rows_of(rows), rows_of(beside(decoded))), beside(decoded))
         assert found in known and found[0] >= rows and found[1] >= decoded and found[0] - rows < 256
     assert len(known) < 90
 
@@ -188,7 +160,7 @@ def test_a_pass_with_prompts_is_captured_when_it_comes_again(monkeypatch: pytest
     model = load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15))
     passes = PromptGraphs(forward := Forward(model, model.new_cache(4, 64), References()), 3, torch.zeros(4).long())
     assert passes.find([1, 20], [9, 0], 1) is None and passes.find([1, 30], [9, 0], 1) is not None
-    assert passes.find([3, 20], [9, 0], 0) is None and made == ["prompts"]
+    assert passes.find([3, 20], [9, 0], 0) is None and [each.kind for each in made] == ["prompts"]
     for counts in ([LONGEST + 1], [1] * (prompt_graphs.MOST + 1)):
         assert all(passes.find(counts, [0] * len(counts), 0) is None for _ in range(3))
     monkeypatch.setattr(type(forward), "capturable", False)
@@ -222,7 +194,7 @@ def test_a_captured_pass_has_the_logits_of_its_sequences(
             starts, ends = [done[n] for n, _ in given], list(accumulate(counts.values()))
             for n, _ in given[:decoded]:
                 last[4 - n] = texts[n][done[n]]
-            graph = passes.captured((rows_of(max(ends[-1], 8 * (decoded > 0))), decoded_of(decoded), table.NEAREST))
+            graph = passes.captured((rows_of(max(ends[-1], 8 * (decoded > 0))), beside(decoded), table.NEAREST))
             pieces = [piece if number >= decoded else [] for number, piece in enumerate(pieces)]
             found = graph.replay(pieces, [4 - n for n, _ in given], starts, decoded, [end - 1 for end in ends])
             assert found.isfinite().all()

@@ -10,14 +10,13 @@ from ladder.checkpoint import Random, load
 from ladder.comm.base import Comm, Pending, Solo
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
-from ladder.engine import graphs
 from ladder.engine.model_runner import AddSequence, ModelRunner, NewToken
 from ladder.engine.options import SamplingParams
 from ladder.engine.scheduler import SequenceSpec
 from ladder.kernels.launch import Kernels, References
 from ladder.layers.cache import BLOCK, RESERVED
 from ladder.model import Decoder
-from tests.test_passes import Recorded
+from tests.graphs import recorded
 
 CONFIG = ModelConfig.named("tiny").rewired("ladder")
 LIMIT = 40
@@ -87,7 +86,7 @@ def test_at_any_degree(alone: dict[int, list[int]], size: int) -> None:
 @pytest.mark.parametrize("size", (1, 2))
 def test_from_graphs(monkeypatch: pytest.MonkeyPatch, alone: dict[int, list[int]], size: int) -> None:
     """A step begins with the tokens that were chosen on the device after the last one, in whatever way."""
-    monkeypatch.setattr(graphs, "_capture", lambda step, device: (graph := Recorded(step), graph._results))
+    recorded(monkeypatch)
     with World(size) as world:
         found = world.run(lambda comm: run(comm, [4, 6, 2, 0, 3, 5, 1], slots=5, captured=True)[0])
     assert found == [alone] * size

@@ -17,8 +17,8 @@ from ladder.comm.signalled import Signalled
 from ladder.config import ModelConfig
 from ladder.config.quantization import named_format
 from ladder.engine.forward import Forward, Schedule
-from ladder.engine.graphs import Graphs
-from ladder.engine.prompt_graphs import LONGEST, PromptGraphs, rows_of
+from ladder.engine.graphs.prompts import LONGEST, PromptGraphs, rows_of
+from ladder.engine.graphs.steps import Graphs
 from ladder.kernels.launch import Launch
 from ladder.kernels.table import reach
 from ladder.layers.cache import KVCache

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ladder.engine.blocks import BlockPool
-from ladder.engine.graphs import buckets
+from ladder.engine.graphs.steps import buckets
 from ladder.engine.options import SamplingParams
 from ladder.engine.passes import Passes
 from ladder.engine.requests import TokenLogprobs

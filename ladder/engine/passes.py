@@ -13,8 +13,8 @@ from torch import Tensor
 from ladder.comm.signalled import Signalled
 from ladder.devices import upload
 from ladder.engine.forward import Forward, likeliest
-from ladder.engine.graphs import Graphs
-from ladder.engine.prompt_graphs import PromptGraphs, sizes
+from ladder.engine.graphs.prompts import PromptGraphs, sizes
+from ladder.engine.graphs.steps import Graphs
 from ladder.engine.sampling import Chosen, Sampler
 from ladder.engine.scheduler import RunningSequence, ScheduledBatch
 from ladder.kernels.launch import Launch, References

@@ -30,7 +30,7 @@ from ladder.kernels.sampling.candidates import (
 from ladder.kernels.sampling.sample import sample, sample_reference
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import MOST, SHARED, Config, Gemv, Shape, SmallGemm, Split, Table, power_up_to, reach
+from ladder.kernels.table import MOST, SHARED, Config, Gemv, Shape, SmallGemm, Split, Table, beside, power_up_to, reach
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
 from ladder.layers.cache import Metadata, PrefillMetadata
@@ -235,13 +235,14 @@ class Kernels:
     def attend(
         self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        batch, (_, kv_heads, d) = qkv.shape[1], keys.shape
-        size = block.dtype.itemsize
-        shape = Shape("attend", _bucket(batch), kv_heads, reach(metadata.reach), False, size, self.lanes, self.flags)
+        """Where `out` is given, it has a prompt's rows, too: any number of sequences has one of few configurations."""
+        (_, kv_heads, d), size = keys.shape, block.dtype.itemsize
+        batch = _bucket(qkv.shape[1] if out is None else beside(qkv.shape[1]))
+        shape = Shape("attend", batch, kv_heads, reach(metadata.reach), False, size, self.lanes, self.flags)
         config = self.table[shape]
         assert isinstance(config, Split)
         config = config.within(self.shared, 2 * triton.next_power_of_2(d) * keys.element_size())
-        key = (_bucket(batch), block.heads, d, config.splits)
+        key = (batch, block.heads, d, config.splits)
         if key not in self._scratch:  # one kernel after another uses it
             self._scratch[key] = Scratch.of(*key, qkv.device)
         qkv = qkv.contiguous()  # in prefill they may be parts of longer rows

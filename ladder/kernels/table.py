@@ -13,6 +13,7 @@ KERNELS = ("qkv", "gate_up", "both", "row", "head", "attend")
 MOST = 64  # rows that our matrix kernels are made for; the library has the rest
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
 NEAREST, FURTHER = 2048, 4  # positions that attention is configured for: the fewest; how many times as many come next
+BESIDE = (0, 8, 32, 64, 128, 256)  # sequences decoded beside prompts that attention is configured for; then multiples
 WAVE = 256  # programs that any chip with 128 multiprocessors or more holds at once, two on each
 
 
@@ -191,6 +192,11 @@ def reach(positions: int) -> int:
     while found < positions:
         found *= FURTHER
     return found
+
+
+def beside(count: int) -> int:
+    """How many sequences attention of so many is configured for, where they are decoded in a pass with prompts."""
+    return next((each for each in BESIDE if count <= each), -(-count // BESIDE[-1]) * BESIDE[-1])
 
 
 def power_up_to(n: int) -> int:

@@ -1,4 +1,4 @@
-"""Forward passes with prompts as CUDA graphs: launched one by one, their kernels would keep the GPU waiting."""
+"""Passes with prompts: launched one by one, their kernels would keep the GPU waiting."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from ladder.engine.forward import Forward
-from ladder.engine.graphs import capture
+from ladder.engine.graphs.steps import capture
 from ladder.kernels.attention.attend_prompts import tokens_of_tile
-from ladder.kernels.table import reach
+from ladder.kernels.table import beside, reach
 from ladder.layers.attention import Attention
 from ladder.layers.cache import BLOCK, Metadata, PrefillMetadata, tiles
 
 SHORTEST, LONGEST = 16, 2048  # rows of a pass that is worth a graph; longer ones keep the GPU busy by themselves
 STEPS = ((256, 128), (1024, 256))  # beyond so many rows, what lies between two sizes; up to there, powers of two
 MOST = 16  # prompts of a pass
-DECODED = (0, 8, 32, 64, 128, 256)  # sequences that are decoded in the same pass; then their multiples
 USES = 2  # passes of a size before it is captured, which takes as long as several of them
 
 Key = tuple[int, int, int]  # rows, sequences that are decoded, positions that their attention is configured for
@@ -30,15 +29,10 @@ def rows_of(count: int) -> int:
     return max(SHORTEST, 1 << (count - 1).bit_length())
 
 
-def decoded_of(count: int) -> int:
-    """What `count` sequences that are decoded are filled up to."""
-    return next((each for each in DECODED if count <= each), -(-count // DECODED[-1]) * DECODED[-1])
-
-
 def sizes(most_rows: int, most_decoded: int) -> list[Key]:
     """Of all passes of up to so many rows and decoded sequences, none of which is long; the largest first."""
     rows = {rows_of(count) for count in range(1, min(most_rows, LONGEST) + 1)}
-    decoded = {decoded_of(count) for count in range(most_decoded + 1)}
+    decoded = {beside(count) for count in range(most_decoded + 1)}
     return sorted(((r, d, reach(1)) for r in rows for d in decoded if r >= rows_of(d)), reverse=True)
 
 
@@ -67,7 +61,7 @@ class PromptGraphs:
         """
         if sum(counts) > LONGEST or len(counts) - decoded > MOST or not self._forward.capturable:
             return None
-        most = decoded_of(decoded)
+        most = beside(decoded)
         key = (max(rows_of(sum(counts)), rows_of(most)), most, reach(max(starts[:decoded], default=0) + 1))
         self._asked[key] += 1
         return self.captured(key) if key in self._captured or self._asked[key] >= USES else None
@@ -81,7 +75,7 @@ class _Shared:
         cuda = device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if cuda else None
         self.stream = torch.cuda.Stream(device) if cuda else None
-        self._rows = decoded_of(spare) + MOST  # there are as many slots as the spare one's number
+        self._rows = beside(spare) + MOST  # there are as many slots as the spare one's number
         self._logits: Tensor | None = None
 
     def keep(self, logits: Tensor) -> Tensor:

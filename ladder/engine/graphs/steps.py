@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, communication stream included, by the size of the batch."""
+"""Decode steps, by the size of their batch."""
 
 import logging
 import statistics

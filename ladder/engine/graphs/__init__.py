@@ -1,0 +1,1 @@
+"""Forward passes as CUDA graphs, communication stream included."""
