@@ -23,7 +23,8 @@ from ladder.engine.graphs.prompts import LONGEST, PromptGraphs, rows_of, sizes
 from ladder.engine.graphs.steps import Graphs, bucket
 from ladder.engine.model_runner import AbortSequence, AddSequence, ModelRunner
 from ladder.engine.options import EngineOptions, SamplingParams
-from ladder.engine.scheduler import ScheduledBatch, SequenceSpec
+from ladder.engine.sampling import Chosen
+from ladder.engine.scheduler import LONG, ScheduledBatch, SequenceSpec
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
 from ladder.jit import PRESENT
@@ -31,7 +32,7 @@ from ladder.kernels import table
 from ladder.kernels.launch import Launch, References
 from ladder.kernels.sampling.argmax import choose, choose_reference
 from ladder.kernels.table import beside
-from ladder.layers.cache import RESERVED
+from ladder.layers.cache import RESERVED, PrefillMetadata
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests.checkpoints import tiny
@@ -288,6 +289,75 @@ def test_the_choice_from_several_ranks() -> None:
         )
         assert each(best, *inputs, slots, last).tolist() == [700, 5, -1, -1, -1]
         assert inputs.tolist() == [[700, 5, 0, 0, 0], [5, 6, 7, 8, 9]] and last.tolist() == [5, 0, 700, 3, 0, 0]
+
+
+@pytest.mark.parametrize("joins", (False, True))
+def test_last_tokens_do_not_wait_for_a_long_prompt(joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step of the last token of those that are decoded, no piece of a long prompt is read: it would be a whole
+    chunk if nothing but the next step were looked at.
+    """
+    seen: list[tuple[int, int]] = []  # sequences that are decoded in a step, and the long prompt's tokens
+
+    class Passes:
+        polls = asynchronous = False
+
+        def begin(self, sequence: object) -> None: ...
+        def move(self, sequences: object) -> None: ...
+
+        def compute(self, work: ScheduledBatch) -> Chosen:
+            long = sum(len(piece) for piece, each in zip(work.tokens, work.sequences, strict=False) if each.long)
+            decoded = work.decoded if work.tokens else len(work.sequences)
+            seen.append((decoded, long))
+            return Chosen(torch.zeros(len(work.answered), dtype=torch.long), None)
+
+    monkeypatch.setattr(Passes, "joins", joins, raising=False)
+    model = Decoder(replace(ModelConfig.named("tiny"), context=LONG + 4096))
+    runner = ModelRunner(model, 4, 512, blocks=3000)
+    runner._passes = Passes()  # type: ignore[assignment]
+    runner.apply([AddSequence(SequenceSpec(0, tuple(range(9)) * 2000, 4, SamplingParams()))])
+    for id in range(1, 5):
+        runner.apply([AddSequence(SequenceSpec(id, (id, 2, 3), 6, SamplingParams()))])
+    for _ in range(30):
+        runner.step()
+    assert (0, 512) in seen and sum(decoded > 0 for decoded, _ in seen) >= 10
+    assert all(long == 0 for decoded, long in seen if decoded)
+
+
+def test_kernels_get_addresses_of_one_kind() -> None:
+    """Whatever the number of rows: Triton compiles a kernel once more for an address that 16 does not divide."""
+    model = Decoder(ModelConfig.named("tiny"))
+    for counts in ([1, 4], [1, 5], [7]):
+        metadata = PrefillMetadata.of(counts, model.new_cache(2, 16), None, model.config, model.ropes, decoded=1)
+        found = [metadata.slots, metadata.positions, metadata.tables, metadata.tiles(4)]
+        found += [each[0] for each in (metadata.cos, metadata.sin)]
+        assert metadata.newest is not None
+        found += [metadata.newest.slots, metadata.newest.positions, metadata.newest.cos[0], metadata.newest.sin[0]]
+        assert all(each.data_ptr() % 16 == 0 for each in found)
+
+
+def test_long_sequences_have_the_schedule_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their steps are not timed: with positions to the end of a long context that takes seconds."""
+    timed: list[int] = []
+
+    class Captured:
+        def __init__(self, forward: Any, bucket: int, reach: int, *_: object) -> None:
+            self.forward, self.reach = forward, reach
+
+        def milliseconds(self, position: int) -> float:
+            timed.append(self.reach)
+            return 1.0 if self.forward.schedule.lanes == 2 else 2.0
+
+    monkeypatch.setattr(graphs, "_Captured", Captured)
+
+    class Scheduled(Forward):
+        def scheduled(self, schedule: Schedule) -> Any:
+            return SimpleNamespace(schedule=schedule)
+
+    model = Decoder(ModelConfig.named("tiny"))
+    passes = Graphs(Scheduled(model, model.new_cache(2, 16), References()), 1, (Schedule(), Schedule(2)))
+    found: Any = passes._for(1, 4 * table.NEAREST)
+    assert found.reach == 4 * table.NEAREST and found.forward.schedule == Schedule(2)
+    assert set(timed) == {table.NEAREST} and passes._for(1, 4 * table.NEAREST) is found
 
 
 def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ class Engine:
             self.reused += sequence.computed
         self.steps += 1
         long = scheduler.holds_back and self.steps % 5 == 0
-        given = (scheduler.decode_batch(), scheduler.prefill_batch(long))
+        decoded = scheduler.decode_batch()
+        given = (decoded, scheduler.prefill_batch(long, alone=decoded is None))
         batches = [batch for batch in given if batch is not None]
         for batch in batches:
             if batch.tokens:
@@ -250,18 +251,18 @@ def test_a_long_prompt_waits_for_those_that_are_decoded() -> None:
         scheduler.add(SequenceSpec(id, tuple(range(length)), 10, PARAMS))
     scheduler.admit()
 
-    def read(long: bool = False) -> list[int]:
-        batch = scheduler.prefill_batch(long)
+    def read(long: bool = False, alone: bool = False) -> list[int]:
+        batch = scheduler.prefill_batch(long, alone)
         return [] if batch is None else [len(piece) for piece in batch.tokens]
 
-    assert read() == [5, 512 - 5] and scheduler.holds_back  # nothing was decoded yet
+    assert read(alone=True) == [5, SMALL] and scheduler.holds_back  # nothing was decoded yet
     assert read() == [] and read(long=True) == [SMALL] and read() == []
     scheduler.drop(1)
-    assert not scheduler.holds_back and read() == [512]
+    assert not scheduler.holds_back and read(alone=True) == [512]
     scheduler.chunk = 4096
     scheduler.add(SequenceSpec(2, tuple(range(7, 1007)), 10, PARAMS))
     scheduler.admit()
-    assert read() == [1000, 4096 - 1000] and read(long=True) == [4096 // 8]
+    assert read(alone=True) == [1000, 4096 // 8] and read(long=True) == [4096 // 8]
 
 
 @dataclass
@@ -327,14 +328,19 @@ def test_steps_that_read_other_prompts_are_not_taken_for_usual(paced: Callable[[
 
 
 def test_what_costs_nobody_anything_is_not_paid_back(paced: Callable[[Clocked, int], None]) -> None:
-    """Pieces that were read alone, and a debt that is left when there is nothing to hold back."""
+    """Pieces that were read alone. A debt is left to those who are decoded next: else each time that all of them end at
+    once would give the long prompt a piece for nothing.
+    """
     runner = Clocked(late=False)
     paced(runner, 20)
+    assert runner.pieces == 1
     runner.holds_back = False
     paced(runner, 400)
     assert runner.pieces == 400
     runner.holds_back = True
-    paced(runner, 2)
+    paced(runner, 40)
+    assert runner.pieces == 0
+    paced(runner, 20)
     assert runner.pieces == 1
 
 

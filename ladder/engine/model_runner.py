@@ -161,13 +161,14 @@ class ModelRunner:
         for sequence in scheduler.admit():
             self._passes.begin(sequence)
         # both batches are chosen before either is computed: a prompt that ends here is decoded from the next step on
-        batches = [scheduler.decode_batch(), prompts := scheduler.prefill_batch(self._reads_long)]
+        decoded = scheduler.decode_batch()
+        batches = [decoded, prompts := scheduler.prefill_batch(self._reads_long, alone=decoded is None)]
         self._reads_long, self.read_long = False, prompts is not None and prompts.long
         if scheduler.moved:
             self._passes.move(list(scheduler.moved.values()))
             scheduler.moved.clear()
-        if prompts is not None and batches[0] is not None and self._passes.joins:
-            batches = [prompts.joined(batches[0])]
+        if prompts is not None and decoded is not None and self._passes.joins:
+            batches = [prompts.joined(decoded)]
         launched: list[tuple[ScheduledBatch, Chosen]] = []
         for batch in batches:
             if batch is not None:

@@ -194,9 +194,9 @@ class Scheduler:
         """Whether a long prompt waits for its next piece while others are decoded."""
         return any(each.reading and each.long for each in self.running.values()) and bool(self._going_on())
 
-    def prefill_batch(self, long: bool = False) -> ScheduledBatch | None:
-        """Pieces of prompts, as many as fit `chunk` tokens, and last one of a long prompt: if nothing is decoded, or
-        with `long`.
+    def prefill_batch(self, long: bool = False, alone: bool = False) -> ScheduledBatch | None:
+        """Pieces of prompts, as many as fit `chunk` tokens, and last one of a long prompt: if nothing else is computed
+        in this step (`alone`: nothing is decoded), or a small one with `long`, or beside other prompts.
 
         Steps alternate between oldest first, so that no prompt starves, and least read first, so that a short prompt
         need not wait for the end of a long one.
@@ -216,10 +216,9 @@ class Scheduler:
                 break
             sequences.append(sequence)
             pieces.append(piece)
-        oldest, alone = next((each for each in reading if each.long), None), not self._going_on()
+        oldest = next((each for each in reading if each.long), None)
         if oldest is not None and (long or alone):
-            small = min(self.chunk, max(SMALL, self.chunk // 8))
-            count = max(small, room) if alone else small
+            count = self.chunk if alone and not unread else min(self.chunk, max(SMALL, self.chunk // 8))
             sequences.append(oldest)  # the last one: see `ScheduledBatch.long`
             pieces.append(oldest.unread[oldest.computed : oldest.computed + count])
         starts = tuple(each.computed for each in sequences)

@@ -184,8 +184,8 @@ class PrefillMetadata(Metadata):
         if cache is not None and seen > cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} positions, {seen} are needed")
         positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-        rows = torch.stack([torch.tensor(slots).repeat_interleave(torch.tensor(counts)), positions])
-        owners, positions = upload(rows, device)
+        owners = upload(torch.tensor(slots).repeat_interleave(torch.tensor(counts)), device)
+        positions = upload(positions, device)  # by itself: kernels are compiled once more for addresses of other kinds
         tables = torch.zeros(1, 1, dtype=torch.int32, device=device) if cache is None else cache.tables
         reach = max(starts[:decoded], default=seen - 1) + 1  # kernels are chosen for the rows that are decoded
         prompts = tuple(zip(starts, counts, strict=True))[decoded:]

@@ -25,8 +25,6 @@ class Pace:
     def due(self) -> Sequence[Command]:
         """What is added to the commands before the next step."""
         self._shared = self._runner.holds_back
-        if not self._shared:  # nobody is held up
-            self._debt = 0.0
         return [ReadLong()] if self._shared and self._recent and self._debt <= 0 else ()
 
     def step(self) -> list[NewToken]:

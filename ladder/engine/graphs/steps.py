@@ -47,13 +47,22 @@ class Graphs:
     def step(self, sequences: Sequence[object], slots: Sequence[int], positions: Sequence[int]) -> "Step":
         """One token of each sequence: the newest of its slot, at its position."""
         count = len(slots)
-        captured = self.captured(bucket(count), reach(max(positions) + 1))
+        captured = self._for(bucket(count), reach(max(positions) + 1))
         expected = self._last is not None and self._last[0] is captured and self._last[1] == tuple(sequences)
         if not expected or self._last is None or self._last[2] != list(positions):
             fill = captured.bucket - count
             captured.fill([*slots, *[self._spare] * fill], [*positions, *[0] * fill])
         self._last = (captured, tuple(sequences), [position + 1 for position in positions])
         return captured.step(count)
+
+    def _for(self, bucket: int, far: int) -> "_Captured":
+        """For sequences of up to `far` positions; long ones have the schedule of short ones: to time steps that are as
+        long would take seconds, in which nobody gets a token.
+        """
+        if (bucket, far) not in self._captured and far > reach(1):
+            near = self.captured(bucket, reach(1)).forward
+            self._captured[bucket, far] = _Captured(near, bucket, far, self._spare, self._newest)
+        return self.captured(bucket, far)
 
     def captured(self, bucket: int, reach: int | None = None) -> "_Captured":
         """Of a batch of this size, with kernels for sequences of up to `reach` positions (none: the cache's)."""
