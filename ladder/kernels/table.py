@@ -218,13 +218,14 @@ def rule(shape: Shape) -> Config:
     if shape.batch == 1:
         line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
         padded = power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair)
-        if shape.bits:  # as many codes for a thread as its registers hold beside the row's own share
-            warps, stages = 16 if shape.inputs > 8192 else 8, 4
+        if shape.bits == 4:  # as many codes for a thread as its registers hold beside the row's own share
+            warps = 16 if shape.inputs > 8192 else 8
             most = warps * 2048 * line // padded
-        else:
-            warps, stages, most = 8 if line >= 1 << 14 else 4, 3, 28 * 1024
+        else:  # codes become numbers in registers, which hold fewer of them than shared memory has codes
+            wide, most = (1 << 13, 16 * 1024) if shape.bits else (1 << 14, 28 * 1024)
+            warps = 8 if line >= wide else 4
         rows = max(1, min(power_up_to(most // line), power_up_to(shape.outputs // WAVE)))
-        stages += int(not shape.bits and rows * line < 1 << 15)
+        stages = 4 if shape.bits == 4 or rows * line < 1 << 15 else 3
         ring = rows * padded * (stages - 1)
         if ring <= SHARED:  # else a row of it is too wide
             return Gemv(rows, warps, WAVE if 2 * ring <= SHARED and warps <= 8 else WAVE // 2, stages)

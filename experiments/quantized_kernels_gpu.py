@@ -1,0 +1,197 @@
+"""One row times a weight: how fast its bytes are read in every format, on one GPU.
+
+python -m experiments.quantized_kernels_gpu [SHAPE ...] > results/quantized_kernels_h200.jsonl
+
+A JSON line for every shape and format, also with one program on a multiprocessor (`alone`): how far the result is from
+float64 (relative, in norm, the output full of NaN before), and microseconds of a launch among many that follow each
+other in a CUDA graph, over copies of the weight that no cache holds. `fixed` is the same of a weight of 256 rows: what
+a kernel costs beside its streaming. A short table ends it. Everything is compiled first, by many processes.
+"""
+
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ladder.bench.machine import machine, milliseconds
+from ladder.config import ModelConfig
+from ladder.kernels.gemv import gemv
+from ladder.kernels.stream import Source
+from ladder.kernels.table import Gemv, Shape, Table
+from ladder.layers.activation import activate
+from ladder.layers.norm import Norm
+from ladder.layers.weight import Packed
+
+ROOM = 320 << 20  # bytes of the copies
+FEW = 256  # rows of the weight that shows what is fixed
+SHAPES = {  # outputs, inputs, gate and up, behind a norm
+    "8b-qkv": (6144, 4096, False, True),
+    "8b-o": (4096, 4096, False, False),
+    "8b-gate_up": (14336, 4096, True, True),
+    "8b-down": (4096, 14336, False, False),
+    "70b-qkv": (1280, 8192, False, True),
+    "70b-o": (8192, 1024, False, False),
+    "70b-gate_up": (3584, 8192, True, True),
+    "70b-down": (8192, 3584, False, False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kind: str  # bf16, fp8 or int4
+    alone: bool = False  # one program on a multiprocessor, so that the next kernel's fit beside
+
+    def table_config(self) -> Gemv:
+        outputs, inputs, pair, normed = SHAPES[self.name]
+        bits, group = {"bf16": (0, 0), "fp8": (8, 0), "int4": (4, 128)}[self.kind]
+        kernel = ("gate_up" if pair else "qkv") if normed else "row"
+        config = Table.of(torch.cuda.get_device_name())[Shape(kernel, 1, outputs, inputs, pair, bits=bits, group=group)]
+        assert isinstance(config, Gemv)
+        return replace(config, programs=132, stages=config.stages + 1) if self.alone else config
+
+
+class Run:
+    """A case with its tensors: so many copies of the weight."""
+
+    def __init__(self, case: Case, rows: int | None = None, copies: int | None = None) -> None:
+        outputs, inputs, self.pair, normed = SHAPES[case.name]
+        self.case, self.outputs = case, rows or outputs
+        torch.manual_seed(0)
+        all_rows = self.outputs * (1 + self.pair)
+        size = all_rows * inputs * {"bf16": 16, "fp8": 8, "int4": 4}[case.kind] // 8
+        self.size = size
+        self.weights: list[Tensor | Packed] = []
+        for _ in range(copies or max(2, -(-ROOM // size))):
+            self._add(all_rows, inputs)
+        self.x = torch.randn(1, inputs, dtype=torch.bfloat16, device="cuda")
+        self.norm = None
+        if normed:
+            config = ModelConfig(16, 1, 2, 2, 16, 16)
+            self.norm = Norm("norm", inputs, config, torch.bfloat16).cuda()
+            self.norm.weight.data = torch.rand(inputs, device="cuda").to(torch.bfloat16) + 0.5
+        self.plus = None if normed else torch.randn(1, self.outputs, dtype=torch.bfloat16, device="cuda")
+        self.out = torch.full((1, self.outputs), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+    def _add(self, rows: int, inputs: int) -> None:
+        width = inputs**0.5
+        if self.case.kind == "int4":
+            codes = torch.randint(0, 256, (rows, inputs // 2), dtype=torch.uint8, device="cuda")
+            scales = ((torch.rand(rows, inputs // 128, device="cuda") + 0.5) / 4.6 / width).to(torch.bfloat16)
+            self.weights.append(Packed(codes, scales, None, 4, 128))
+            return
+        dense = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
+        if self.case.kind == "bf16":
+            self.weights.append(dense / width)
+        else:
+            scales = (torch.rand(rows, 1, device="cuda") + 0.5) / 100 / width
+            codes = (dense * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+            self.weights.append(Packed(codes, scales, None, 8, inputs))
+
+    def launch(self, turn: int) -> None:
+        at = turn % len(self.weights)
+        weight, activation = self.weights[at], "silu" if self.pair else None
+        gemv(
+            Source(self.x), self.norm, weight, None, activation, self.pair, self.plus, 4, 1.0, self.out,
+            self.case.table_config(), True,
+        )  # fmt: skip
+
+    def expected(self) -> Tensor:
+        weight = self.weights[0]
+        if isinstance(weight, Tensor):
+            dense = weight.double()
+        elif weight.bits == 8:
+            dense = weight.codes.double() * weight.scales.double()
+        else:
+            pairs = weight.codes.unflatten(1, (-1, 16))
+            codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1).double() - 8
+            dense = codes * weight.scales.double().repeat_interleave(128, dim=1)
+        x = self.x.double()
+        if self.norm is not None:
+            x = x * torch.rsqrt(x.square().mean() + self.norm.eps) * self.norm.weight.double()
+        y = x @ dense.t()
+        y = activate(y, "silu", True) if self.pair else y
+        return y if self.plus is None else y + self.plus.double() / 4
+
+    def error(self) -> float:
+        worst = 0.0
+        for _ in range(2):
+            self.out.fill_(float("nan"))
+            self.launch(0)
+            expected = self.expected()
+            worst = max(worst, float((self.out.double() - expected).norm() / expected.norm()))
+            if worst != worst:
+                return float("nan")
+        return worst
+
+    def microseconds(self) -> float:
+        count = max(32, len(self.weights))
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self.launch(0)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for turn in range(count):
+                    self.launch(turn)
+            return statistics.median(milliseconds(graph.replay, 15, 3)) / count * 1e3
+
+
+def cases(only: list[str]) -> list[Case]:
+    found = []
+    for name in only or SHAPES:
+        found += [Case(name, kind) for kind in ("bf16", "fp8", "int4")]
+        found += [Case(name, kind, alone=True) for kind in ("fp8", "int4")]
+    return found
+
+
+def compile_one(case: Case) -> str:
+    """What went wrong, if anything."""
+    try:
+        with torch.inference_mode():
+            Run(case, copies=1).launch(0)
+            if not case.alone:
+                Run(case, FEW, 1).launch(0)
+            torch.cuda.synchronize()
+    except Exception as error:  # of any kind: the other cases go on
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def main(only: list[str]) -> None:
+    begun, every = time.monotonic(), cases(only)
+    with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
+        wrong = dict(zip(every, pool.map(compile_one, every), strict=True))
+    compiled = time.monotonic() - begun
+    table, stamp = list[str](), machine(torch.device("cuda", 0))
+    with torch.inference_mode():
+        for case in every:
+            line: dict[str, Any] = {
+                "shape": case.name,
+                "weights": case.kind,
+                "alone": case.alone,
+            }
+            if wrong[case]:
+                line["wrong"] = wrong[case]
+            else:
+                run = Run(case)
+                us = run.microseconds()
+                line |= {"error": float(f"{run.error():.1e}"), "us": round(us, 2)}
+                line |= {"tb_s": round(run.size / us / 1e6, 2), "at_4.6": round(run.size / 4.6e6, 2)}
+                if not case.alone:
+                    line["fixed_us"] = round(Run(case, FEW, 64).microseconds(), 2)
+            print(json.dumps({"measure": "gemv", **line, **stamp}), flush=True)
+            keys = ("shape", "weights", "alone", "us", "at_4.6", "tb_s", "fixed_us", "error", "wrong")
+            table.append("  ".join(f"{line.get(key, '')!s:>12}" for key in keys))
+    print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - begun:.0f} s", *table, sep="\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
