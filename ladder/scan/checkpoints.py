@@ -10,7 +10,7 @@ from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
-from ladder.hf.families import layout_of, layouts_of, refuse_other_than_decoders
+from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
@@ -36,20 +36,6 @@ def read_original(model: str, pattern: str | None, seq_len: int) -> tuple[Any, W
     if seq_len > context:
         raise LadderError(f"--seq-len {seq_len} is more than the model's context of {context}: give a smaller one")
     return config, wiring
-
-
-def refuse_unfittable(config: Any) -> None:
-    """Refuse what least squares does not reach."""
-    layouts = layouts_of(config.model_type)
-    if any(layout.post_norm for layout in layouts):
-        raise LadderError(
-            f"{config.model_type} cannot be fitted: a norm stands on the sum that a projection would correct; rewire "
-            "and train it"
-        )
-    if len(layouts) > 1:
-        raise LadderError(
-            f"{config.model_type} cannot be fitted: its decoder reads what its encoder has become; rewire and train it"
-        )
 
 
 def refuse_quantized(model: str, config: Any, instead: str) -> None:

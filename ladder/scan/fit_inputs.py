@@ -19,7 +19,7 @@ from ladder.hf.load import pretrained, quiet
 from ladder.hf.register import auto_of
 from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths
 from ladder.progress import Progress
-from ladder.scan.checkpoints import refuse_local, refuse_quantized, refuse_unfittable, write_model
+from ladder.scan.checkpoints import refuse_local, refuse_quantized, write_model
 from ladder.scan.fit import computing_dtype
 from ladder.scan.inputs import Inputs, OutputDistance, arguments, output_distance
 from ladder.scan.options import FitOptions
@@ -52,7 +52,6 @@ def fit_inputs(options: FitOptions, progress: Progress) -> InputsFitResult:
     check_new(out)
     with quiet():
         config = pretrained(AutoConfig, options.model)
-        refuse_unfittable(config)
         refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         depths = stack_depths(config)
         if as_text(named_wiring(vars(config), depths), vars(config).get("wiring")) != "standard":
