@@ -136,7 +136,21 @@ def test_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Pat
 
 
 def test_what_is_for_decoders_says_so(tmp_path: Path) -> None:
-    """What `ladder adapt` and `ladder quantize` begin with."""
+    """What the others, and `ladder quantize`, begin with."""
     build("vit").save_pretrained(tmp_path / "in")
-    with pytest.raises(LadderError, match=r"is no decoder of text \(vit\): ladder convert and ladder fit take it"):
+    with pytest.raises(LadderError, match=r"is no decoder of text \(vit\): ladder convert, fit and adapt take it"):
         read_original(str(tmp_path / "in"), "ladder", 16)
+
+
+@pytest.mark.parametrize("name, key", [("bert", "attention_mask"), ("t5", "decoder_attention_mask")])
+def test_padding_does_not_count(name: str, key: str) -> None:
+    """What a model says about it is its own affair: other tokens there change nothing."""
+    original, wired, data = build(name), rewire(build(name), "ladder"), examples(name, 6)
+    ids = key.replace("attention_mask", "input_ids")
+    mask = (torch.arange(data[ids].shape[1]) < torch.randint(3, 7, (6, 1))).long()
+    data = {**data, key: mask}
+    other = {**data, ids: data[ids].where(mask.bool(), 5)}
+    one, two = (output_distance(wired, original, Inputs(each), 3) for each in (data, other))
+    assert one.value == pytest.approx(two.value, rel=1e-4) and one.agreement == two.agreement
+    whole = output_distance(wired, original, Inputs({n: t for n, t in data.items() if n != key}), 3)
+    assert abs(whole.value / one.value - 1) > 1e-3

@@ -10,6 +10,7 @@ from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
+from ladder.hf.convert import beside
 from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings
@@ -84,8 +85,18 @@ def read_tokenizer(model: str, config: Any, *folders: Path | None) -> Any:
 
 def write_model(model: Any, folder: Path) -> None:
     """A model's files, readable by all users."""
-    own, model.generation_config = model.generation_config, type(model.generation_config)()
-    model.save_pretrained(folder)
-    own.to_json_file(folder / "generation_config.json")  # as it was, whether or not transformers would accept it
+    if model.can_generate():
+        own, model.generation_config = model.generation_config, type(model.generation_config)()
+        model.save_pretrained(folder)
+        own.to_json_file(folder / "generation_config.json")  # as it was, whether or not transformers would accept it
+    else:
+        model.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates it for its owner alone
+
+
+def write_beside(source: str, folder: Path) -> None:
+    """What belongs to a local checkpoint besides its weights and is not there yet: its processor, say."""
+    for file in beside(Path(source), []) if Path(source).is_dir() else ():
+        if not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())
