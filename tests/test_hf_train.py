@@ -157,7 +157,7 @@ def test_an_adapter_does_not_find_weights_that_are_wired_otherwise(tmp_path: Pat
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4))
     with pytest.warns(UserWarning, match="rewired in memory"):
         model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(Exception, match="rewired in memory"):
+    with pytest.raises(LadderError, match="plain was rewired in memory"):
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 

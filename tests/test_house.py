@@ -59,6 +59,7 @@ PATCHED: dict[str, set[str]] = {
         "transformers.PreTrainedModel.post_init",
         "transformers.PreTrainedConfig.get_config_dict",
         "transformers.PreTrainedConfig.from_dict",
+        "transformers.utils.hub.cached_files",
     }
 }
 # texts that tell users which programs there are

@@ -16,7 +16,9 @@ from ladder.checkpoint import Directory, load
 from ladder.config import ModelConfig
 from ladder.config.lock import WIRED_MODEL_TYPE
 from ladder.errors import LadderError
+from ladder.hf import rewire, share_norm
 from ladder.hf.convert import convert
+from ladder.hf.names import IN_MEMORY
 from ladder.model import Decoder
 from ladder.perf.costs import RankCosts
 from ladder.quantize.options import QuantizeOptions
@@ -92,6 +94,45 @@ def test_the_mlp_reads_through_the_attentions_norm() -> None:
         assert torch.equal(answer(shared, weights, ids), answer(two, {**weights, **copies}, ids))
         own = draw(two)
         assert (answer(shared, weights, ids) - answer(two, {**own, **weights}, ids)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_norms_are_folded_into_one(name: str, tmp_path: Path) -> None:
+    """The same function under every wiring, a tensor less in each layer; saved, and read by the engine."""
+    wiring, ids = "parallel:2 ladder:1 standard:1", tokens()
+    model = rewire(host(name), wiring)
+    expected, before = model(ids).logits, set(model.state_dict())
+    assert share_norm(model) is model and model.config.shared_norm
+    gone = before - set(model.state_dict())
+    assert close(model(ids).logits, expected, FORWARD)
+    assert {key.split(".")[2] for key in gone} == set("0123") and model.name_or_path.endswith(IN_MEMORY)
+    dropped = rewire(host(name, shared_norm=True), wiring)
+    dropped.load_state_dict({key: x for key, x in rewire(host(name), wiring).state_dict().items() if key not in gone})
+    assert not close(dropped(ids).logits, expected, 100 * FORWARD)  # the control: it mattered
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and loaded.config.wiring == wiring
+    if name in NATIVE:
+        assert close(native(tmp_path), expected, FORWARD)
+    for other in ("ladder", "parallel"):
+        assert close(rewire(model, other)(ids).logits, rewire(host(name), other)(ids).logits, FORWARD)
+
+
+def test_norms_that_cannot_be_shared() -> None:
+    model = host("llama")
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = 0
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(LadderError, match="a gain of layer 1's first norm is 0, that of its second is not"):
+        share_norm(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[3] = 0
+    share_norm(model)
+    with pytest.raises(LadderError, match="the layers of the llama model have no two norms"):
+        share_norm(model)
+    with pytest.raises(LadderError, match="shared_norm is not for olmo2"):
+        share_norm(host("olmo2"))
 
 
 def test_a_checkpoint_with_two_norms_is_refused(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ def test_quiet_is_quiet_and_warnings_are_seen(set_by_user: bool) -> None:
         assert not transformers_logging.is_progress_bar_enabled()
 
 
-def test_importing_changes_three_methods_of_transformers() -> None:
-    """Those that every config and every model is made by: the reason stands in `register`."""
+def test_importing_changes_four_functions_of_transformers() -> None:
+    """Those that every config and every model is made by, and found by: the reasons stand in `register`."""
     program = """
 import logging, sys, warnings
 import tqdm, transformers
@@ -130,11 +130,12 @@ def settings():
     levels = [logging.getLogger(name).level for name in ("transformers", "huggingface_hub", "accelerate")]
     return levels, theirs.is_progress_bar_enabled(), vars(tqdm.tqdm)['__init__'], list(warnings.filters), sys.stderr
 configs = [vars(transformers.PreTrainedConfig)[name] for name in ("get_config_dict", "from_dict")]
-before, own = settings(), transformers.PreTrainedModel.post_init
+before, own, files = settings(), transformers.PreTrainedModel.post_init, transformers.utils.hub.cached_files
 import ladder.hf, ladder.hf.evaluate, ladder.hf.convert
 assert settings() == before
 assert transformers.PreTrainedModel.post_init.__wrapped__ is own
 now = [vars(transformers.PreTrainedConfig)[name] for name in ("get_config_dict", "from_dict")]
+assert transformers.utils.hub.cached_files.__wrapped__ is files
 assert [each.__func__.__wrapped__ for each in now] == [each.__func__ for each in configs]
 """
     subprocess.run([sys.executable, "-c", program], check=True)

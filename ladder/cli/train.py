@@ -35,10 +35,12 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
     """Train a model under another wiring by self-distillation from its original. Continues a run that was stopped;
     under torchrun on several GPUs and machines.
     """
+    from ladder.scan.fit_inputs import reads_inputs
     from ladder.train.distill import adapt
+    from ladder.train.distill_inputs import adapt_inputs
 
     with steps_bar("loading") as progress:
-        found = adapt(options, training, progress)
+        found = (adapt_inputs if reads_inputs(options.model) else adapt)(options, training, progress)
     _print_evaluation(found, f"wrote {options.out}")
 
 
@@ -54,7 +56,8 @@ def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[s
 
 def _print_evaluation(found: dict[str, Any], done: str) -> None:
     """The last evaluation, once: torchrun starts this on every rank."""
-    tokens = found.pop("tokens")  # of whole steps
+    what = "examples" if "examples" in found else "tokens"
+    count = found.pop(what)  # of whole steps
     if found.pop("main"):
         figures = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in found.items())
-        typer.echo(f"{done}, {tokens} tokens: {figures}")
+        typer.echo(f"{done}, {count} {what}: {figures}")

@@ -66,23 +66,26 @@ def adapted_card(
     text: bool,
     begun: bool,
     quantizer: str | None = None,
+    auto: str = CAUSAL,
 ) -> str:
     """For a model adapted from `source`: by distillation, on the text's own loss or both; `begun`: from weights of that
-    wiring, not from the original's; `quantizer`: of the weights that an adapter was trained beside.
+    wiring, not from the original's; `quantizer`: of the weights that an adapter was trained beside; `auto`: the class
+    for it. What is no decoder may have learned from labels, not from text.
     """
-    how = "by distillation from the original" if distilled else "by fine-tuning on text alone"
-    how += " and by fine-tuning on text" * (distilled and text)
+    taught = "text" if auto == CAUSAL else "labels"
+    how = "by distillation from the original" if distilled else f"by fine-tuning on {taught} alone"
+    how += f" and by fine-tuning on {taught}" * (distilled and text)
     how += ", from weights that were fitted or trained for it before" * begun
+    loading = _loading(folder, family, wiring, native, auto=auto)
+    measure = f":\n\n    ladder eval {source} {folder} --text book.txt --source {source}" if auto == CAUSAL else "."
     body = f"""`{source}` under another wiring, and adapted to it {how}:
 
     {wiring}
 
 {_rewired(wiring)} How far it is from the original was measured while it was trained (`log.jsonl`); measure it for your
-own use:
+own use{measure}
 
-    ladder eval {source} {folder} --text book.txt --source {source}
-
-{_loading(folder, family, wiring, native) if quantizer is None else _with_adapter(folder, wiring, quantizer)}"""
+{loading if quantizer is None else _with_adapter(folder, wiring, quantizer)}"""
     return _card(body, "adapt", folder, family, source)
 
 

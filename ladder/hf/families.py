@@ -41,7 +41,7 @@ def refuse_other_than_decoders(model: str, model_type: str) -> None:
     """Refuse the families that are wired but write no text, where text is what counts."""
     if model_type in NOT_DECODERS:
         raise LadderError(
-            f"{model} is no decoder of text ({model_type}): ladder convert and ladder fit take it, and in "
+            f"{model} is no decoder of text ({model_type}): ladder convert, fit and adapt take it, and in "
             "Python ladder.hf.rewire, whose models train as any other"
         )
 

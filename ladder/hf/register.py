@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import hub
 
 from ladder.config.lock import (
     PAPER_MODEL_TYPE,
@@ -163,6 +164,9 @@ def register() -> None:
     Llama config.json. All configs come from `get_config_dict` and `from_dict`, all models end in `post_init`. Without
     these a class could not read a wired config.json, and would silently make a standard model of the paper's. What
     names no wiring is left alone.
+
+    Classes look for files by `cached_files` before they read a config: the name of a model that was rewired in memory
+    is refused there by our sentence, where the hub's would be about the form of names.
     """
     for kind in (LadderConfig, PaperConfig):
         AutoConfig.register(kind.model_type, kind, exist_ok=True)
@@ -170,6 +174,7 @@ def register() -> None:
     if getattr(own, "wires", False):
         return
     read, made = PreTrainedConfig.get_config_dict.__func__, PreTrainedConfig.from_dict.__func__
+    files = hub.cached_files
 
     @wraps(own)
     def post_init(model: Any) -> None:
@@ -187,10 +192,16 @@ def register() -> None:
         wired = wired_class_of(cls, config_dict)
         return made(cls, config_dict, **options) if wired is None else wired.from_dict(config_dict, **options)
 
+    @wraps(files)
+    def cached_files(path_or_repo_id: Any, *arguments: Any, **options: Any) -> Any:
+        refuse_in_memory(path_or_repo_id)
+        return files(path_or_repo_id, *arguments, **options)
+
     post_init.wires = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init
     PreTrainedConfig.get_config_dict = classmethod(cast(Any, get_config_dict))
     PreTrainedConfig.from_dict = classmethod(cast(Any, from_dict))
+    hub.cached_files = cached_files
 
 
 def _read_as(own: Any, raw: dict[str, Any]) -> dict[str, Any]:

@@ -5,18 +5,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from ladder.config.lock import checked_ranks, ranks_of
+from ladder.config.lock import checked_ranks, ranks_of, shared_norm_of
 from ladder.errors import LadderError
 from ladder.hf.layer import WiredLayer
+from ladder.hf.layouts.layout import Branch
+from ladder.hf.load import quantizer_of
 from ladder.hf.names import IN_MEMORY, mark_adapters, mark_in_memory
 from ladder.hf.register import plain_type, set_wiring
 from ladder.hf.stacks import as_text, named_wiring, stacks_of
-from ladder.hf.wire import layers_of, set_layers_staleness, staleness_of, unwrapped, wire_layers
+from ladder.hf.wire import layers_of, set_layers_staleness, sharing_norm, staleness_of, unwrapped, wire_layers
 from ladder.wiring import Wiring
 
-__all__ = ["IN_MEMORY", "rewire", "set_staleness"]
+__all__ = ["IN_MEMORY", "rewire", "set_staleness", "share_norm"]
 
 
 def rewire(
@@ -85,6 +90,73 @@ def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
     set_wiring(inner, configured(inner), _plain(staleness, len(layers_of(inner))), ranks_of(vars(inner.config)))
     if getattr(inner.config, "staleness", 1.0) != before:
         mark_in_memory(inner)
+
+
+@torch.no_grad()
+def share_norm(model: Any) -> Any:
+    """Give every layer one norm, which attention and MLP both read through (`shared_norm`), in place; returns it. The
+    function stays what it was under every wiring, up to rounding: what the MLP's norm did otherwise goes into the
+    weights that read through it. With n without gains, in float64:
+
+        W ( g' n(x) + b' ) + c  =  W diag(g'/g) ( g n(x) + b )  +  c + W b' - W diag(g'/g) b
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
+    stacks = stacks_of(model)
+    for stack in stacks:
+        sharing_norm(stack.layout, model.config.model_type)
+    if not stacks or shared_norm_of(vars(model.config)):
+        raise LadderError(f"the layers of the {model.config.model_type} model have no two norms")
+    if (method := quantizer_of(model.config)) is not None:
+        raise LadderError(
+            f"the weights are quantized ({method}): share the norms of the model that they were made from"
+        )
+    folded = [
+        _folded(layer, stack.layout.attention, stack.layout.mlp, index)
+        for stack in stacks
+        for index, layer in enumerate(stack.layers)
+    ]
+    for parameter, value in (pair for pairs in folded for pair in pairs):  # nothing is changed before all is known
+        parameter.copy_(value)
+    wiring = configured(model)
+    own_configs(model)
+    model.config.shared_norm = True
+    rewire(model, wiring, getattr(model.config, "staleness", 1.0), ranks_of(vars(model.config)))
+    mark_in_memory(model)
+    return model
+
+
+def _folded(layer: nn.Module, attention: Branch, mlp: Branch, index: int) -> list[tuple[nn.Parameter, Tensor]]:
+    """New values of what reads through the MLP's norm, so that it can read through the attention's."""
+    shared, own = (layer.get_submodule(branch.before[0]) for branch in (attention, mlp))
+    (kept, shift), (gain, other) = _affine(shared), _affine(own)
+    if bool(((kept == 0) & (gain != 0)).any()):
+        raise LadderError(f"a gain of layer {index}'s first norm is 0, that of its second is not: it cannot be shared")
+    ratio = torch.where(kept == 0, torch.ones_like(kept), gain / kept)
+    found = []
+    block: Any = layer.get_submodule(mlp.block)
+    for name, weight in block.named_parameters():
+        if name not in mlp.reads:
+            continue
+        reader = block.get_submodule(name.rpartition(".")[0])
+        wide = weight.double().mT if isinstance(reader, Conv1D) else weight.double()
+        found.append((weight, (wide * ratio).mT if isinstance(reader, Conv1D) else wide * ratio))
+        if bool((lost := wide @ (other - ratio * shift)).any()):
+            bias = getattr(reader, "bias", None)
+            if bias is None:
+                raise LadderError(f"{mlp.block}.{name} of layer {index} has no bias for that of its norm: it stays")
+            found.append((bias, bias.double() + lost))
+    return found
+
+
+def _affine(norm: Any) -> tuple[Tensor, Tensor]:
+    """The gain and the bias of a norm. Gemma's gain is its weight and one: a weight of zero does not silence it."""
+    silent = copy.deepcopy(norm)
+    for parameter in silent.parameters():
+        parameter.zero_()
+    gain = norm.weight.double() + float(bool(silent(torch.ones_like(norm.weight).cumsum(0)[None]).any()))
+    bias = getattr(norm, "bias", None)
+    return gain, torch.zeros_like(gain) if bias is None else bias.double()
 
 
 def _plain(staleness: float | Sequence[float], layers: int) -> float | list[float]:

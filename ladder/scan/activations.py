@@ -1,5 +1,6 @@
 """A model over a text, layer by layer: what its sub-blocks read, and what they add to the stream."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,11 +46,15 @@ class Activations:
     at: dict[tuple[str, str], Tensor]
     end: Any  # what the layer returned; None: the pass was stopped before
 
-    def added(self, layer: Any, branch: Branch) -> Tensor:
-        """To the stream, up to this sub-block, included."""
-        attention = layer.spec.layout.attention
-        added: Tensor = gain(layer, attention) * widened(self.at[attention.block, "adds"])
-        return added if branch is attention else added + gain(layer, branch) * widened(self.at[branch.block, "adds"])
+    def behind(self, layer: Any, branch: Branch, before: Any) -> Tensor:
+        """The stream behind a sub-block, from that before the layer. In post-norm models: what the norm there gets."""
+        if branch.norm is not None:
+            return widened(self.at[branch.entry, "sums"])
+        stream: Tensor = widened(whole_stream(before))
+        branches = layer.spec.layout.branches
+        for each in branches[: branches.index(branch) + 1]:
+            stream = stream + gain(layer, each) * widened(self.at[each.entry, "adds"])
+        return stream
 
 
 def input_calls(
@@ -61,16 +66,18 @@ def input_calls(
     calls: list[list[dict[str, Any]]] = [[] for _ in layers]
     streams: list[Tensor] = []
     place = {layer: index for index, layer in enumerate(layers)}
+    more = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
     def call(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if place[layer] == 0:
             streams.append(arguments[0])
-        calls[place[layer]].append(named)
+        given = dict(zip(layer.spec.layout.differentiable, arguments[1:], strict=False))  # in `WiredLayer`'s order
+        calls[place[layer]].append({**named, **given})
 
     handles = [layer.register_forward_pre_hook(call, with_kwargs=True) for layer in layers]
     try:
         for batch in batches:
-            model(**batch)
+            model(**batch, **more)
     finally:
         for handle in handles:
             handle.remove()
@@ -90,8 +97,8 @@ def record(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str]
             raise _Stop
 
     handles = []
-    for branch in (layer.spec.layout.attention, layer.spec.layout.mlp):
-        name = branch.block
+    for branch in layer.spec.layout.branches:
+        name = branch.entry
 
         def reads(block: nn.Module, arguments: Any, named: dict[str, Any], name: str = name) -> None:
             keep(name, "reads", arguments[0] if arguments else named["hidden_states"])
@@ -101,9 +108,14 @@ def record(layer: Any, stream: Any, call: dict[str, Any], until: tuple[str, str]
                 at[name, "holds"] = arguments[0]
             keep(name, "adds", y)
 
+        def sums(norm: nn.Module, arguments: Any, name: str = name) -> None:
+            keep(name, "sums", arguments[0])
+
         handles.append(layer.get_submodule(name).register_forward_pre_hook(reads, with_kwargs=True))
         if (out := projection(layer, branch)) is not None:
             handles.append(out.register_forward_hook(adds))
+        if branch.norm is not None:
+            handles.append(layer.get_submodule(branch.norm).register_forward_pre_hook(sums))
     try:
         end = _until(partial(run_layer, layer, stream, call))
     finally:
@@ -156,5 +168,7 @@ def gain(layer: Any, branch: Branch) -> Any:
 
 
 def projection(layer: WiredLayer, branch: Branch) -> Any:
-    """The projection back to the stream, if nothing but a factor follows it."""
+    """The projection back to the stream, if nothing but a factor follows it, or a norm that stands on the stream."""
+    if branch.projection is not None:
+        return layer.get_submodule(branch.projection)
     return None if branch.out is None else output_projection(layer, branch)

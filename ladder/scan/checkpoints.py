@@ -10,7 +10,8 @@ from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
-from ladder.hf.families import layout_of, layouts_of, refuse_other_than_decoders
+from ladder.hf.convert import beside
+from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings
 from ladder.wiring import Wiring
@@ -36,20 +37,6 @@ def read_original(model: str, pattern: str | None, seq_len: int) -> tuple[Any, W
     if seq_len > context:
         raise LadderError(f"--seq-len {seq_len} is more than the model's context of {context}: give a smaller one")
     return config, wiring
-
-
-def refuse_unfittable(config: Any) -> None:
-    """Refuse what least squares does not reach."""
-    layouts = layouts_of(config.model_type)
-    if any(layout.post_norm for layout in layouts):
-        raise LadderError(
-            f"{config.model_type} cannot be fitted: a norm stands on the sum that a projection would correct; rewire "
-            "and train it"
-        )
-    if len(layouts) > 1:
-        raise LadderError(
-            f"{config.model_type} cannot be fitted: its decoder reads what its encoder has become; rewire and train it"
-        )
 
 
 def refuse_quantized(model: str, config: Any, instead: str) -> None:
@@ -98,8 +85,18 @@ def read_tokenizer(model: str, config: Any, *folders: Path | None) -> Any:
 
 def write_model(model: Any, folder: Path) -> None:
     """A model's files, readable by all users."""
-    own, model.generation_config = model.generation_config, type(model.generation_config)()
-    model.save_pretrained(folder)
-    own.to_json_file(folder / "generation_config.json")  # as it was, whether or not transformers would accept it
+    if model.can_generate():
+        own, model.generation_config = model.generation_config, type(model.generation_config)()
+        model.save_pretrained(folder)
+        own.to_json_file(folder / "generation_config.json")  # as it was, whether or not transformers would accept it
+    else:
+        model.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates it for its owner alone
+
+
+def write_beside(source: str, folder: Path) -> None:
+    """What belongs to a local checkpoint besides its weights and is not there yet: its processor, say."""
+    for file in beside(Path(source), []) if Path(source).is_dir() else ():
+        if not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())

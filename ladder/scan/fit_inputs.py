@@ -13,13 +13,12 @@ from ladder.errors import LadderError
 from ladder.files import check_new, new_folder
 from ladder.hf import rewire
 from ladder.hf.card import fitted_card
-from ladder.hf.convert import beside
 from ladder.hf.families import known_families, layouts_of
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.register import auto_of
 from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths
 from ladder.progress import Progress
-from ladder.scan.checkpoints import refuse_local, refuse_quantized, refuse_unfittable, write_model
+from ladder.scan.checkpoints import refuse_local, refuse_quantized, write_beside, write_model
 from ladder.scan.fit import computing_dtype
 from ladder.scan.inputs import Inputs, OutputDistance, arguments, output_distance
 from ladder.scan.options import FitOptions
@@ -52,7 +51,6 @@ def fit_inputs(options: FitOptions, progress: Progress) -> InputsFitResult:
     check_new(out)
     with quiet():
         config = pretrained(AutoConfig, options.model)
-        refuse_unfittable(config)
         refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         depths = stack_depths(config)
         if as_text(named_wiring(vars(config), depths), vars(config).get("wiring")) != "standard":
@@ -66,7 +64,8 @@ def fit_inputs(options: FitOptions, progress: Progress) -> InputsFitResult:
             raise LadderError("--tokens counts tokens of text: all examples of the file are used, leave it out")
         auto: Any = getattr(transformers, auto_of({**config.to_dict(), "architectures": config.architectures}))
         original = pretrained(auto, options.model, dtype=computing_dtype(options.dtype, options.device_type))
-        inputs, measured = Inputs.open(options.data, type(original).forward).split(options.batch)
+        whole = Inputs.open(options.data, type(original).forward, labels=True).unlabelled()
+        inputs, measured = whole.split(options.batch)
         with new_folder(out) as folder:
             model, found = _fitted(original.to(options.device_type).eval(), options, inputs, measured, progress)
             _write(model.to("cpu", config.dtype or torch.float32), folder, options, wirings, found)
@@ -93,14 +92,8 @@ def _fitted(
 
 
 def _write(model: Any, folder: Path, options: FitOptions, wirings: list[Wiring], found: InputsFitResult) -> None:
-    if model.can_generate():
-        write_model(model, folder)
-    else:
-        model.save_pretrained(folder)
-    source = Path(options.model)
-    for file in beside(source, []) if source.is_dir() else ():
-        if not (folder / file.name).exists():
-            (folder / file.name).write_bytes(file.read_bytes())
+    write_model(model, folder)
+    write_beside(options.model, folder)
     auto = auto_of({"model_type": model.config.model_type, "architectures": [type(model).__name__]})
     card = fitted_card(
         options.model, options.out.name, model.config.model_type, wirings[0], False, f"It was {found}", auto

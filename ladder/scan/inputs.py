@@ -20,6 +20,7 @@ from torch import Tensor
 from ladder.errors import LadderError
 from ladder.hf.measures import kl_terms
 
+LABELS = "labels"  # the name of classes to learn in a file of inputs
 FEATURES = ("image_embeds", "text_embeds", "pooler_output", "last_hidden_state")
 
 
@@ -30,8 +31,8 @@ class Inputs:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def open(cls, path: Path, accepted: Callable[..., Any]) -> "Inputs":
-        """Read a file; refuses what the model's forward does not take."""
+    def open(cls, path: Path, accepted: Callable[..., Any], labels: bool = False) -> "Inputs":
+        """Read a file; refuses what the model's forward does not take. `labels`: it may have classes to learn."""
         if path.is_dir() or not path.exists():
             raise LadderError(
                 f"{path} is no file of inputs: this model reads more than text, so give a .safetensors file of tensors "
@@ -43,11 +44,15 @@ class Inputs:
             raise LadderError(f"{path} cannot be read as safetensors: {error}") from None
         known = inspect.signature(accepted).parameters
         for name, tensor in tensors.items():
-            if name not in known or name == "labels":
+            if name == LABELS and labels:
+                if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim():
+                    raise LadderError(f"{path}: {LABELS} must be whole numbers, [examples] or [examples, tokens]")
+                continue
+            if name not in known or name == LABELS:
                 raise LadderError(f"{path} has {name!r}, which the model is not called with: leave it out")
             if tensor.dim() < 2 or (tensor.is_floating_point() and not bool(tensor.isfinite().all())):
                 raise LadderError(f"{path}: {name} must be [examples, ...] of finite numbers")
-        if len({len(tensor) for tensor in tensors.values()}) != 1:
+        if len({len(tensor) for tensor in tensors.values()}) != 1 or tensors.keys() <= {LABELS}:
             raise LadderError(f"{path} must have tensors of one number of examples each")
         return cls({name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()})
 
@@ -56,6 +61,15 @@ class Inputs:
 
     def __getitem__(self, rows: slice | Tensor) -> "Inputs":
         return Inputs({name: tensor[rows] for name, tensor in self.tensors.items()})
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The classes to learn, if the file has them."""
+        return self.tensors.get(LABELS)
+
+    def unlabelled(self) -> "Inputs":
+        """What the model is called with."""
+        return Inputs({name: tensor for name, tensor in self.tensors.items() if name != LABELS})
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         """As arguments, `size` examples at a time."""
@@ -78,13 +92,22 @@ def arguments(model: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def answers(output: Any) -> dict[str, Tensor]:
-    """What counts of a model's output: logits [rows, classes], or features [rows, width]."""
+def answers(output: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What counts of a model's output: logits [rows, classes], or features [rows, width]; of tokens that are no
+    padding. `given`: what it was called with.
+    """
     names = ("logits",) if output.get("logits") is not None else FEATURES
-    found = {name: output[name].flatten(0, -2).float() for name in names if output.get(name) is not None}
+    found = {name: rows(output[name], given).float() for name in names if output.get(name) is not None}
     if not found:
         raise LadderError("the model gives back neither logits nor features that are known: " + ", ".join(FEATURES))
     return found
+
+
+def rows(values: Tensor, given: Mapping[str, Tensor], inner: int = 1) -> Tensor:
+    """[examples, ...] or [examples, tokens, ...] -> [rows, ...], without padding. `inner`: dimensions of a row."""
+    mask = given.get("decoder_attention_mask" if "decoder_input_ids" in given else "attention_mask")
+    outer = values.shape[: values.dim() - inner]
+    return values[mask.bool()] if mask is not None and mask.shape == outer else values.flatten(0, len(outer) - 1)
 
 
 def apart(own: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Tensor:
@@ -115,7 +138,8 @@ def output_distance(model: Any, original: Any, inputs: Inputs, batch: int) -> Ou
     total, same, rows = 0.0, 0.0, 0
     for some in inputs.batches(batch):
         with torch.no_grad():
-            own, wanted = (answers(each(**arguments(each, some))) for each in (model, original))
+            given = [arguments(each, some) for each in (model, original)]
+            own, wanted = (answers(each(**named), named) for each, named in zip((model, original), given, strict=True))
         count = len(next(iter(some.values())))
         total += float(apart(own, wanted)) * count
         if "logits" in own:

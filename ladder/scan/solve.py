@@ -6,10 +6,11 @@ results. As far as what is missing is a linear function of what is there, a weig
     C  = argmin  sum | C n(s) - n(t) |^2  +  ridge | C - 1 |^2                every weight W that reads becomes W C
     W' = argmin  sum | W' h + s - t' |^2 / |t'|^2  +  ridge | W' - W |^2      W, the projection back to the stream
 
-over the tokens of a text; t' is the original's stream after the sub-block, h the projection's input. From the first
-rewired layer on, sub-block after sub-block, each on the streams that those before it produce, so that it also corrects
-what they could not. No gradients: a pass over the text and two systems of equations per sub-block. `ridge` is relative
-to the mean square of the inputs. Where a norm follows the projection, or experts share it, it stays as it is.
+over the tokens of a text; t' is the original's stream after the sub-block, h the projection's input. In post-norm
+models s and t' are taken before the norm that stands there, and n is nothing. From the first rewired layer on,
+sub-block after sub-block, each on the streams that those before it produce, so that it also corrects what they could
+not. No gradients: a pass over the text and two systems of equations per sub-block. `ridge` is relative to the mean
+square of the inputs. Where a norm follows the projection, or experts share it, it stays as it is.
 """
 
 import copy
@@ -64,7 +65,7 @@ def solve(
     calls = [[call] * len(streams) for call in shared]
     standard: list[Any] = [layer.spec for layer in layers]
     rewire(model, wiring)
-    _solve_stack(layers, wirings[0], standard, calls, streams, ridge, _counted(progress, 0, len(layers)))
+    _solve_stack(layers, wirings[0], standard, calls, calls, streams, ridge, _counted(progress, 0, len(layers)))
     return model
 
 
@@ -76,8 +77,8 @@ def solve_inputs(
     ridge: float = RIDGE,
     progress: Progress | None = None,
 ) -> Any:
-    """The same for models that are called with more than tokens: the arguments of each call. Each stack is fitted by
-    itself.
+    """The same for models that are called with more than tokens: the arguments of each call. The stacks are fitted one
+    after the other: a decoder reads what its fitted encoder says, and is to come near to what it was.
     """
     stacks, wirings = _ready(model, wiring)
     recorded = [input_calls(model, stack.layers, batches) for stack in stacks]
@@ -85,7 +86,8 @@ def solve_inputs(
     rewire(model, wiring)
     done, total = 0, sum(len(stack.layers) for stack in stacks)
     for stack, each, (calls, streams), standard in zip(stacks, wirings, recorded, specs, strict=True):
-        _solve_stack(stack.layers, each, standard, calls, streams, ridge, _counted(progress, done, total))
+        present = input_calls(model, stack.layers, batches)[0] if done else calls
+        _solve_stack(stack.layers, each, standard, calls, present, streams, ridge, _counted(progress, done, total))
         done += len(stack.layers)
     return model
 
@@ -107,36 +109,44 @@ def _solve_stack(
     wiring: Wiring,
     standard: Sequence[LayerSpec],
     calls: Sequence[Sequence[Call]],
+    present: Sequence[Sequence[Call]],
     streams: list[Tensor],
     ridge: float,
     report: Callable[[int], None],
 ) -> None:
-    """`calls`: of each layer, its arguments in each batch."""
+    """`calls`: of each layer, its arguments in each batch; `present`: those that it is given now."""
     first = next((index for index, name in enumerate(wiring.layers) if name != "standard"), len(layers))
     wired: list[Any] = list(streams)  # the rewired layers' own
-    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+    for index, (layer, call, own) in enumerate(zip(layers, calls, present, strict=True)):
         if index >= first:
-            streams = _fit_layer(layer, standard[index], call, streams, wired, ridge)
-        wired = [run_layer(layer, stream, each) for stream, each in zip(wired, call, strict=True)]
-        if index < first:
+            streams = _fit_layer(layer, standard[index], (call, own), streams, wired, ridge)
+        elif call is not own:
+            streams = [whole_stream(run_layer(layer, stream, each)) for stream, each in zip(streams, call, strict=True)]
+        wired = [run_layer(layer, stream, each) for stream, each in zip(wired, own, strict=True)]
+        if index < first and call is own:
             streams = [whole_stream(stream) for stream in wired]
         report(index)
 
 
 def _fit_layer(
-    layer: Any, standard: LayerSpec, call: Sequence[Call], streams: list[Tensor], wired: list[Any], ridge: float
+    layer: Any,
+    standard: LayerSpec,
+    calls: tuple[Sequence[Call], Sequence[Call]],
+    streams: list[Tensor],
+    wired: list[Any],
+    ridge: float,
 ) -> list[Tensor]:
-    """Fit one layer's weights; returns the original's streams after it."""
-    layout = layer.spec.layout
+    """Fit one layer's weights; returns the original's streams after it. `calls`: the original's, and the layer's."""
+    layout, (before, call) = layer.spec.layout, calls
     original = copy.deepcopy(layer)
     original.spec = standard
-    wanted = [record(original, stream, each) for stream, each in zip(streams, call, strict=True)]
-    for branch in (layout.attention, layout.mlp):
-        if branch.out is not None and (branch.block, "adds") not in wanted[0].at:
+    wanted = [record(original, stream, each) for stream, each in zip(streams, before, strict=True)]
+    for branch in layout.branches:
+        if branch.out is not None and (branch.entry, "adds") not in wanted[0].at:
             raise LadderError(
                 f"the model does not call its {branch.block}.{branch.out} (slow_but_exact?): turn that off"
             )
-    for branch in (layout.attention, layout.mlp):
+    for branch in layout.branches:
         move = reading_equations(layer, branch, call, wanted, wired).solve(ridge)  # C = (1 + move) transposed
         for weight, across in _readers(layer, branch):
             wide = widened(weight)
@@ -159,8 +169,8 @@ def reading_equations(
     """From what a sub-block reads to what the original's does: the difference."""
     equations = NormalEquations()
     for goal, stream, each in zip(wanted, wired, _each(call, len(wired)), strict=True):
-        x = record(layer, stream, each, until=(branch.block, "reads")).at[branch.block, "reads"]
-        equations.add(x, widened(goal.at[branch.block, "reads"]) - widened(x))
+        x = record(layer, stream, each, until=(branch.entry, "reads")).at[branch.entry, "reads"]
+        equations.add(x, widened(goal.at[branch.entry, "reads"]) - widened(x))
     return equations
 
 
@@ -172,19 +182,19 @@ def adding_equations(
     before: list[Any],
     wired: list[Any],
 ) -> "NormalEquations":
-    """From the input of a sub-block's projection to what its result lacks for the original's stream behind it.
+    """From the input of a sub-block's projection to what its result lacks for the original's stream behind it; in
+    post-norm models for that stream before its norm.
 
     `before`: the original's streams before the layer.
     """
     equations, scale = NormalEquations(), gain(layer, branch)
     for goal, stream, start, each in zip(wanted, wired, before, _each(call, len(wired)), strict=True):
-        seen = record(layer, stream, each, until=(branch.block, "adds"))
-        end = widened(whole_stream(start)) + goal.added(layer, branch)
-        own = widened(whole_stream(stream)) + seen.added(layer, branch)
+        seen = record(layer, stream, each, until=(branch.entry, "adds" if branch.norm is None else "sums"))
+        end, own = goal.behind(layer, branch, start), seen.behind(layer, branch, stream)
         gap = (end - own) / scale
         if branch.gain is not None:  # what is multiplied by nothing cannot be corrected
             gap = gap.masked_fill(scale == 0, 0)
-        equations.add(seen.at[branch.block, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
+        equations.add(seen.at[branch.entry, "holds"], gap, end.square().mean(-1, keepdim=True).rsqrt())
     return equations
 
 

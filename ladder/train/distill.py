@@ -88,6 +88,8 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     here.
     """
     config, wiring = read_original(options.model, options.wiring, training.seq_len)
+    if options.examples is not None:
+        raise LadderError("--examples counts examples of a file of inputs, this model reads tokens: give --tokens")
     check_ranks(wiring, options.ranks)
     if options.ranks > 1:
         refuse_ranks(config, options.ranks)

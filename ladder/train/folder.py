@@ -38,14 +38,17 @@ def described(*options: Any, **folders: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for group in options:
         found |= {name: str(value) if isinstance(value, Path) else value for name, value in asdict(group).items()}
-    held = {name: digest(folder) for name, folder in folders.items() if folder is not None and folder.is_dir()}
+    held = {name: digest(folder) for name, folder in folders.items() if folder is not None and folder.exists()}
     return {**{name: value for name, value in found.items() if name not in _FREE}, CONTENTS: held}
 
 
-def digest(folder: Path) -> str:
-    """Of the names, lengths and edges of a folder's files: another text or model under the same name has another."""
+def digest(path: Path) -> str:
+    """Of the names, lengths and edges of a folder's files, or of a file: another text or model under the same name has
+    another.
+    """
     found = hashlib.sha256()
-    for file in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".bin", ".safetensors")):
+    files = path.iterdir() if path.is_dir() else (path,)
+    for file in sorted(each for each in files if each.suffix in (".json", ".bin", ".safetensors")):
         size = file.stat().st_size
         found.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:

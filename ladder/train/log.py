@@ -31,8 +31,9 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         self._last, self._summary = (0, 0.0), ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        self._operations = operations(model, self._options.seq_len)
-        self._peak = peak(args.device)
+        of_tokens = self._options.counted[0] == "tokens"
+        self._operations = operations(model, self._options.seq_len) if of_tokens else 0.0
+        self._peak = peak(args.device) if of_tokens else None
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:
             self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
@@ -43,7 +44,8 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         line = state.log_history[-1]
         if not math.isfinite(loss := line.get("loss", line.get("eval_loss", 0.0))):
             raise LadderError(f"the loss is {loss} at step {state.global_step}: there is no model; try a smaller --lr")
-        line["tokens"] = state.global_step * self._options.batch * self._options.seq_len
+        name, each = self._options.counted
+        line[name] = state.global_step * each
         if "loss" in line:
             line |= self._speed(state.global_step, args.world_size)
             if (now := self._staleness()) is not None:
@@ -68,9 +70,10 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     def _speed(self, step: int, ranks: int) -> dict[str, float]:
         before, self._last = self._last, (step, time.perf_counter())
         seconds = max(1e-9, self._last[1] - before[1])
-        speed = (step - before[0]) * self._options.batch * self._options.seq_len / seconds
+        name, each = self._options.counted
+        speed = (step - before[0]) * each / seconds
         more = {} if self._peak is None else {"mfu": round(speed * self._operations / (self._peak * ranks), 4)}
-        return {"tokens_per_s": round(speed, 1), **more}
+        return {f"{name}_per_s": round(speed, 1), **more}
 
 
 def _summary(line: dict[str, Any]) -> str:
@@ -78,6 +81,8 @@ def _summary(line: dict[str, Any]) -> str:
     if "loss" not in line:
         return f"valid {line['eval_loss']:.4f}" if "eval_loss" in line else ""
     share = f", MFU {line['mfu']:.0%}" if "mfu" in line else ""
+    if "examples_per_s" in line:
+        return f"loss {line['loss']:.4f}, {line['examples_per_s']:.1f} examples/s"
     return f"loss {line['loss']:.4f}, {line['tokens_per_s'] / 1e3:.1f}k tokens/s{share}"
 
 

@@ -18,8 +18,14 @@ STALENESS_WAYS = ("together", "first", "last", "chance")
 class TrainingOptions:
     """The run itself, whatever is trained."""
 
-    data: Path = option(Path("data"), "Folder of token shards, made by `ladder data`.")
-    valid: Path | None = option(None, "Folder of token shards to evaluate on; default: the last 1% of the data.")
+    data: Path = option(
+        Path("data"),
+        "Folder of token shards, made by `ladder data`; to adapt models that are no decoders a .safetensors file of "
+        "inputs.",
+    )
+    valid: Path | None = option(
+        None, "The same to evaluate on; default: the last 1% of the data, or the last tenth of a file of inputs."
+    )
     tokens: int = option(100_000_000, "Tokens to train on; the data is repeated as often as needed.")
     seq_len: int = option(1024, "Tokens of a sequence.")
     batch: int = option(64, "Sequences of a step, over all ranks.")
@@ -74,6 +80,11 @@ class TrainingOptions:
         return -(-self.tokens // (self.batch * self.seq_len))
 
     @property
+    def counted(self) -> tuple[str, int]:
+        """What a run counts, and how many of them a step has."""
+        return "tokens", self.batch * self.seq_len
+
+    @property
     def device_type(self) -> str:
         from ladder.devices import device_type  # here: it takes torch with it
 
@@ -106,6 +117,21 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
+class ExamplesOptions(TrainingOptions):
+    """The same where the data are a file of a model's inputs."""
+
+    examples: int = 1  # to train on; the file is repeated as often as needed
+
+    @property
+    def steps(self) -> int:
+        return -(-self.examples // self.batch)
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        return "examples", self.batch
+
+
+@dataclass(frozen=True)
 class AdaptOptions:
     """What becomes of which model."""
 
@@ -117,8 +143,14 @@ class AdaptOptions:
         "What is trained: full (all weights), layers (those of the rewired layers), lora, or side (a small network "
         "beside them).",
     )
-    kl_weight: float = option(1.0, "Weight of the KL divergence from the original, over all tokens.")
-    lm_weight: float = option(0.0, "Weight of the language-model loss; with --kl-weight 0: plain fine-tuning.")
+    kl_weight: float = option(
+        1.0, "Weight of the KL divergence from the original, over all tokens; of features: of the relative distance."
+    )
+    lm_weight: float = option(
+        0.0,
+        "Weight of the language-model loss, or of the cross-entropy of the labels in a file of inputs; with "
+        "--kl-weight 0: plain fine-tuning.",
+    )
     hidden_weight: float = option(0.0, "Weight of the relative distance from the original's stream after each layer.")
     init_from: Path | None = option(
         None,
@@ -137,6 +169,11 @@ class AdaptOptions:
         None,
         "Folder of the cache of --teacher-top. Runs of one model with the same data, --tokens, --batch and --seq-len "
         "can share it; default: OUT/teacher.",
+    )
+    examples: int | None = option(
+        None,
+        "Examples to train on, where the data are a file of inputs, which is repeated as often as needed; default: "
+        "the file ten times.",
     )
     lora_rank: int = option(16, "Rank of --method lora.")
     reduction: int = option(8, "How much narrower than the model --method side's network is, in whole heads.")
@@ -168,7 +205,7 @@ class AdaptOptions:
             raise LadderError("--teacher-top needs a --kl-weight above 0: plain fine-tuning has no teacher")
         if self.teacher is not None and not self.teacher_top:
             raise LadderError("--teacher is the folder of the cache of --teacher-top: give both")
-        check_least(self, lora_rank=1, ranks=1, reduction=1)
+        check_least(self, lora_rank=1, ranks=1, reduction=1, examples=1)
 
     @property
     def teacher_cache(self) -> Path:

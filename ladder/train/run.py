@@ -70,7 +70,7 @@ class TrainingTask:
 
     model: Any
     weights: LossWeights
-    teacher: Teacher | None
+    teacher: Teacher | None  # of inputs: `InputsTeacher`
     sequences: Callable[[], Any]  # the training set; a teacher's cache is built by this call
     staleness: StalenessSchedule | None  # None: the wiring from the first step on
     finish: Callable[[Any, Path], None]  # writes the trained model into a folder
@@ -80,33 +80,37 @@ def run_training(
     out: Path,
     wanted: dict[str, Any],
     options: TrainingOptions,
-    make: Callable[[TrainingData, Any], TrainingTask],
+    make: Callable[[Any, Any], TrainingTask],
     progress: Progress,
+    open_data: Callable[[TrainingOptions, int], Any] = TrainingData.open,
+    kind: type[LadderTrainer] = LadderTrainer,
 ) -> dict[str, Any]:
-    """Train the task that `make(data, arguments)` returns; returns the last evaluation, on how many tokens it was
-    trained, and whether this is the main rank. `out` is written to when all checks are made.
+    """Train the task that `make(data, arguments)` returns; returns the last evaluation, on how many tokens or examples
+    it was trained, and whether this is the main rank. `out` is written to when all checks are made. `open_data`: of the
+    options and the number of ranks; what it returns has sequences to evaluate on, `valid`.
     """
     with quiet(), _compiling() if options.compiled else nullcontext():
         args = arguments(options, out / folder.CHECKPOINTS)
         checkpoint = folder.newest_checkpoint(out / folder.CHECKPOINTS)
-        data = TrainingData.open(options, args.world_size)
+        data = open_data(options, args.world_size)
         task = make(data, args)
         args.distributed_state.wait_for_everyone()  # until then the other ranks read what is in `out`
         if args.process_index == 0:
             folder.start(out, wanted)
         train = task.sequences()
-        if options.precision == "bfloat16":
+        if options.precision == "bfloat16" and isinstance(data, TrainingData):
             unwrapped(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
         if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
             compile_layers(getattr(task.model, "network", unwrapped(task.model)))
         parts = (task.weights, task.teacher, options, task.staleness, progress)
-        trainer = LadderTrainer(task.model, args, train, data.valid, *parts)
+        trainer = kind(task.model, args, train, data.valid, *parts)
         last = trainer.run(checkpoint)
         task.finish(trainer, out / folder.FINAL)
         trainer.accelerator.wait_for_everyone()
         if args.process_index == 0:
             folder.finish(out)
-    return {"main": args.process_index == 0, "tokens": options.steps * options.batch * options.seq_len, **last}
+    name, each = options.counted
+    return {"main": args.process_index == 0, name: options.steps * each, **last}
 
 
 @contextmanager
@@ -144,5 +148,6 @@ def save_trained(trainer: LadderTrainer, folder: Path, dtype: torch.dtype) -> No
             model = type(trained)(trained.config)
         model.load_state_dict(state, assign=True)
         model.tie_weights()
-        model.generation_config = trained.generation_config
+        if model.can_generate():
+            model.generation_config = trained.generation_config
         write_model(model, folder)

@@ -127,9 +127,12 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         progress: Progress,
     ) -> None:
         self._weights, self._teacher, self._options = weights, teacher, options
-        cached = model.config.use_cache  # which Trainer turns off, also in the config that is saved
+        cached = getattr(model.config, "use_cache", None)  # which Trainer turns off, also in the config that is saved
         super().__init__(model=model, args=args, train_dataset=train, eval_dataset=valid)
-        model.config.use_cache = cached
+        if cached is None:
+            del model.config.use_cache
+        else:
+            model.config.use_cache = cached
         self.model_accepts_loss_kwargs = False  # sequences are of one length: a mean of means is the mean
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
@@ -204,7 +207,7 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         model.eval()
         if self._schedule:
             set_staleness(self.model, 1.0)
-        sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros((), dtype=torch.float64, device=self.args.device)
         size = self.args.per_device_eval_batch_size
         each = len(self.eval_dataset) // ranks  # as many on every rank: a sharded model's passes are made together
         mine = range(self.args.process_index * each, (self.args.process_index + 1) * each)
@@ -212,16 +215,21 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
             items = [self.eval_dataset[index] for index in mine[at : at + size]]
             inputs = {name: torch.stack([item[name] for item in items]).to(self.args.device) for name in items[0]}
             with torch.no_grad(), self.compute_loss_context_manager():
-                sums += self._scores(model, inputs)
+                sums = sums + self._scores(model, inputs)
         sums = self.accelerator.reduce(sums, "sum")
-        nats, counted, kl, agree = sums.tolist()
-        found = {"eval_loss": nats / counted, "eval_perplexity": perplexity_of(nats / counted)}
-        if self._teacher is not None and self._teacher.online:
-            tokens = ranks * each * len(self.eval_dataset[0]["input_ids"])
-            found |= {"eval_kl": kl / tokens, "eval_agreement": agree / tokens}
+        found = self._figures(sums.tolist(), ranks * each)
         self.set_staleness()
         self.log(dict(found))
         self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
+    def _figures(self, sums: list[float], sequences: int) -> dict[str, float]:
+        """What `_scores` of so many sequences say together."""
+        nats, counted, kl, agree = sums
+        found = {"eval_loss": nats / counted, "eval_perplexity": perplexity_of(nats / counted)}
+        if self._teacher is not None and self._teacher.online:
+            tokens = sequences * len(self.eval_dataset[0]["input_ids"])
+            found |= {"eval_kl": kl / tokens, "eval_agreement": agree / tokens}
         return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -132,7 +132,7 @@ def test_sft(model: str, lora: bool, folder: Path, tmp_path: Path) -> None:
         again = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
         assert again.config.wiring == WIRING
     elif model == "memory":
-        with pytest.raises((OSError, LadderError), match="rewired in memory: save it"):
+        with pytest.raises(LadderError, match="plain was rewired in memory"):
             AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved")
         return
     else:

@@ -17,8 +17,16 @@ ENCODERS: dict[str, tuple[LayerLayout, ...]] = {
                 after=("attention.output.dense", "attention.output.dropout"),
                 takes={"attention_mask": "attention_mask", "past_key_values": "past_key_values"},
                 norm="attention.output.LayerNorm",
+                projection="attention.output.dense",
+                reads=("query.weight", "key.weight", "value.weight"),
             ),
-            Branch("intermediate", after=("output.dense", "output.dropout"), norm="output.LayerNorm"),
+            Branch(
+                "intermediate",
+                after=("output.dense", "output.dropout"),
+                norm="output.LayerNorm",
+                projection="output.dense",
+                reads=("dense.weight",),
+            ),
             layer_class="BertLayer",
             unsupported={
                 "add_cross_attention": "the table has no cross-attention for it",

@@ -32,6 +32,7 @@ class Branch:
     compute: Callable[[Any, Any], Any] | None = None  # of the layer and its input: sub-blocks that are no module
     inner: str | None = None  # the block's own attention, where the block would also norm and add: it is called alone
     norm: str | None = None  # the norm that stands on the stream behind it (post-norm)
+    projection: str | None = None  # the path of its output projection from the layer, where it is not in the block
 
     def inside(self, name: str) -> str:
         """The path of a part of the block from the layer."""
