@@ -1,5 +1,7 @@
 """Tables of models trained from scratch, and of quantized ones: docs/quality.md, docs/use/train.md."""
 
+from statistics import mean, stdev
+
 from experiments.tables.figures import Table, fixed, markdown, one
 
 SCRATCH, SMALL, QUANTIZED = "scratch_h200", "bench_small_h200", "quality/quantization"
@@ -89,9 +91,27 @@ def quantized() -> str:
     return markdown([*header, "calibrated"], rows)
 
 
+def vision() -> str:
+    """Seeds of a vision transformer: each wiring against standard of the same seed."""
+    seeds = (1, 2, 3, 4)
+    excess = {
+        wiring: [one("vision_converged_cpu", wiring=wiring, seed=seed)["excess"] for seed in seeds]
+        for wiring in ("standard", "ladder", "parallel")
+    }
+    rows = []
+    for wiring, found in excess.items():
+        apart = [mine - theirs for mine, theirs in zip(found, excess["standard"], strict=True)]
+        error = stdev(apart) / len(seeds) ** 0.5
+        against = "" if wiring == "standard" else f"{mean(apart):+.4f}, standard error {fixed(error, 4)}"
+        rows.append([wiring, fixed(mean(found), 4), fixed(stdev(found), 4), against])
+    header = ["wiring", "loss above the best possible", "standard deviation of the seeds"]
+    return markdown([*header, "minus standard, seed by seed"], rows)
+
+
 TABLES: dict[str, Table] = {
     "scratch": scratch,
     "scratch-speed": scratch_speed,
     "latency": latency,
     "quantized": quantized,
+    "vision": vision,
 }
