@@ -1,7 +1,7 @@
 """`ladder trace`, `tune`, `bench` and `report`."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -45,7 +45,7 @@ def trace(options: TraceOptions) -> None:
     from ladder.checkpoint import Directory, Random
     from ladder.comm.link import Link
     from ladder.config import ModelConfig
-    from ladder.devices import device
+    from ladder.devices import computing_dtype, device
     from ladder.plotting import load_pyplot
 
     load_pyplot()
@@ -57,6 +57,7 @@ def trace(options: TraceOptions) -> None:
     wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
     link = None if options.emulate_link is None else Link.parse(options.emulate_link)
     where = device(options.device)
+    config = replace(config, dtype=computing_dtype("auto", config.dtype, where))
     setting = TraceSetting(config, source, wirings, link, where, options.batch, options.context, options.out)
     table = Table("wiring", "all-reduces", "step ms", "comm ms", "exposed ms", "hidden")
     for step in trace(setting, options.tp):

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from ladder.config.fields import ADAPTER, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
+from ladder.devices import computing_dtype, device
 from ladder.errors import LadderError
 
 
@@ -43,6 +44,17 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
         raise
     except BaseException as error:  # transformers raises errors of every kind, tokenizers even no Exception
         raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
+
+
+def dtype_for(name: str, asked: str, where: str) -> str:
+    """The dtype to load a model in: the one that was asked for; auto: the checkpoint's, where device `where` has it."""
+    if asked != "auto":
+        return asked
+    config = pretrained(AutoConfig, name)
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if stored is None:
+        return asked  # transformers looks at the weights
+    return computing_dtype(asked, str(stored).removeprefix("torch."), device(where))
 
 
 def quantizer_of(config: Any) -> str | None:

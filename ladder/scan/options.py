@@ -72,7 +72,10 @@ class ScanOptions:
     link: str = option("nvlink_nccl", "For --speed: a link's name, or alpha,beta as in 50us,10GB/s.")
     requests: int = option(1, "For --speed: requests at a time (--batch of ladder plan).")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    dtype: str = option(
+        "auto",
+        "auto (the checkpoint's; float32 for bfloat16 on a CPU without bf16 products), float32, bfloat16 or float16.",
+    )
     plot: Path | None = option(None, "A file for the picture, as in scan.png.")
     json: bool = option(False, "One JSON line per measurement, as it comes, instead of the tables.")
 
