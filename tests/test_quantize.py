@@ -344,7 +344,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS = [
-    ({"format": "int3"}, "unknown format 'int3': known are fp8, fp8-block, int8, int4; the nearest is"),
+    ({"format": "int3"}, "unknown format 'int3': known are fp8, fp8-block, int8, int4"),
     ({"format": "fp8", "group": 128}, "--group is for int4, not for fp8"),
     ({"format": "int8", "asymmetric": True}, "--asymmetric is for int4, not for int8"),
     ({"format": "int4", "group": 48}, "--group must be 32, 64, 128, or 0 for all inputs, not 48"),

@@ -69,7 +69,9 @@ class ScanOptions:
     speed: float | None = option(None, "Propose the smallest set that is this many times as fast as standard.")
     chip: str = option("h100", "For --speed: a chip as in ladder plan.")
     tp: int = option(8, "For --speed: ranks that share the model.")
-    link: str = option("nvlink_nccl", "For --speed: a link's name, or alpha,beta as in 50us,10GB/s.")
+    link: str = option(
+        "auto", "For --speed: a link's name, alpha,beta as in 50us,10GB/s, or auto: the chip's usual one."
+    )
     requests: int = option(1, "For --speed: requests at a time (--batch of ladder plan).")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
     dtype: str = option(
