@@ -9,7 +9,8 @@ from ladder.comm.base import RankOnly
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
 from ladder.devices import computing_dtype, converts_fp8, device
-from ladder.engine.memory import check_memory
+from ladder.engine.executors.control import torchrun_rank
+from ladder.engine.memory import check_machine, check_memory
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.requests import Prompt, Request
 from ladder.engine.text import Text, encode, load_tokenizer
@@ -59,6 +60,9 @@ class Setup:
         shards = [shard for rank in ranks for shard in rank.shards()]
         self.directory.check(shards)
         self.weight_bytes = sum(s.target.numel() * s.target.element_size() for s in shards)  # of all ranks together
+        if tokenizer and self.device.type == "cpu":  # once: ranks that have been started already hold some of it
+            own = torchrun_rank()
+            check_machine(options, config, self.weight_bytes, 1.0 if own is None else own.local_size / own.size)
         self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
         self.tokenizing = threading.Lock()  # tokenizers may not encode in two threads at once
 
