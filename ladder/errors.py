@@ -2,11 +2,8 @@
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import TypeVar
 
-Choice = TypeVar("Choice", str, int)
-
-
+ALIKE = 0.6  # the share of letters that two names must have in common for one to be meant by the other
 LONGEST = 1500  # characters of a message: what is wrong may be a value of any length
 
 
@@ -21,15 +18,19 @@ class RankError(RuntimeError):
     """A rank failed while it worked, and all were stopped. The text names it."""
 
 
-def nearest(given: Choice, known: Iterable[Choice]) -> Choice:
-    """The known choice that is most like the one given: a name by its letters, a number by its distance."""
-    if isinstance(given, str):
-        return get_close_matches(given, list(known), n=1, cutoff=0.0)[0]
+def nearest(given: int, known: Iterable[int]) -> int:
+    """The known number that is nearest to the one given."""
     return min(known, key=lambda number: (abs(number - given), number))
+
+
+def hint(given: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the known one that was probably meant, or nothing."""
+    names = {name.lower(): name for name in known}
+    found = get_close_matches(given.lower(), list(names), n=1, cutoff=ALIKE)
+    return f"; the nearest is {names[found[0]]!r}" if found else ""
 
 
 def check_known(what: str, given: str, known: Collection[str]) -> None:
     """Refuse a name that nothing has."""
     if given not in known:
-        near = nearest(given, known)
-        raise LadderError(f"unknown {what} {given!r}: known are {', '.join(known)}; the nearest is {near!r}")
+        raise LadderError(f"unknown {what} {given!r}: known are {', '.join(known)}{hint(given, known)}")

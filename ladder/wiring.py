@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
 
-from ladder.errors import LadderError, nearest
+from ladder.errors import LadderError, hint
 
 
 class Out(StrEnum):
@@ -89,7 +89,7 @@ def canonical(name: str, proposed: Sequence[str] = EXAMPLES) -> str:
             return f"ladder-{attention}-{mlp}"
         return {"0": "standard", "1": "ladder"}.get(attention, f"ladder-{attention}")
     known = f"{_KNOWN} (N, A, M, L are numbers below 10000)"
-    raise LadderError(f"unknown wiring {name!r}: known are {known}; the nearest is {nearest(name, proposed)!r}")
+    raise LadderError(f"unknown wiring {name!r}: known are {known}{hint(name, proposed)}")
 
 
 def row(name: str) -> Row:

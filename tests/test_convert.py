@@ -276,7 +276,7 @@ def test_half_adapted_ones_stay_so(tmp_path: Path) -> None:
 
 
 def test_no_room(source: Path, tmp_path: Path) -> None:
-    with patch("ladder.hf.convert.shutil.disk_usage") as usage, pytest.raises(LadderError, match="GB left"):
+    with patch("ladder.hf.convert.shutil.disk_usage") as usage, pytest.raises(LadderError, match="bytes left"):
         usage.return_value.free = 1000
         convert(str(source), tmp_path / "out", "ladder")
     assert not (tmp_path / "out").exists()

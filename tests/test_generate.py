@@ -159,7 +159,7 @@ def test_auto_is_float32_where_a_cpu_has_no_bf16_products(
     expected: str,
 ) -> None:
     tiny(tmp_path, dtype="bfloat16")
-    monkeypatch.setattr("ladder.engine.setup.cpu_multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr("ladder.devices.cpu_multiplies_bfloat16", lambda: native)
     with caplog.at_level("INFO"):
         assert Setup(EngineOptions(tmp_path, dtype=dtype)).config.dtype == expected
     logged = [record.message for record in caplog.records]

@@ -365,7 +365,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS = [
-    ({"format": "int3"}, "unknown format 'int3': known are fp8, fp8-block, int8, int4; the nearest is"),
+    ({"format": "int3"}, "unknown format 'int3': known are fp8, fp8-block, int8, int4"),
     ({"format": "fp8", "group": 128}, "--group is for int4, not for fp8"),
     ({"format": "int8", "asymmetric": True}, "--asymmetric is for int4, not for int8"),
     ({"format": "int4", "group": 48}, "--group must be 32, 64, 128, or 0 for all inputs, not 48"),
@@ -417,7 +417,7 @@ def test_what_cannot_be_quantized(source: Path, tmp_path: Path, monkeypatch: pyt
     refused(source, source, "is there already")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("ladder.hf.convert.shutil.disk_usage", lambda path: usage)
-    refused(source, out, r"needs 0\.0 GB, its disk has 0\.0 GB left$")
+    refused(source, out, r"needs [0-9]+ bytes, its disk has [0-9]+ bytes left$")
 
 
 def test_a_full_disk(source: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """`ladder trace`, `tune`, `bench` and `report`."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -45,7 +45,9 @@ def trace(options: TraceOptions) -> None:
     from ladder.checkpoint import Directory, Random
     from ladder.comm.link import Link
     from ladder.config import ModelConfig
-    from ladder.devices import device
+    from ladder.devices import computing_dtype, device
+    from ladder.perf.costs import ELEMENT_BYTES, RankCosts
+    from ladder.perf.memory import check_host
     from ladder.plotting import load_pyplot
 
     load_pyplot()
@@ -57,6 +59,11 @@ def trace(options: TraceOptions) -> None:
     wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
     link = None if options.emulate_link is None else Link.parse(options.emulate_link)
     where = device(options.device)
+    config = replace(config, dtype=computing_dtype("auto", config.dtype, where))
+    if where.type == "cpu":
+        costs = RankCosts(config, options.tp, ELEMENT_BYTES[config.dtype])
+        each = costs.weight_bytes + costs.cache_bytes(options.batch, options.context)
+        check_host(f"a batch of {options.batch} on {options.tp} ranks", options.tp * each, "give a smaller --batch")
     setting = TraceSetting(config, source, wirings, link, where, options.batch, options.context, options.out)
     table = Table("wiring", "all-reduces", "step ms", "comm ms", "exposed ms", "hidden")
     for step in trace(setting, options.tp):

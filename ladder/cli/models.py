@@ -88,7 +88,10 @@ class EvalOptions:
     shots: int | None = option(None, "Examples before each item; default: the task's own number.")
     tasks_dir: Path | None = option(None, "A folder with YAML files of tasks.")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    dtype: str = option(
+        "auto",
+        "auto (the checkpoint's; float32 for bfloat16 on a CPU without bf16 products), float32, bfloat16 or float16.",
+    )
     json: bool = option(False, "One JSON line per model, wiring and measure instead of the table.")
 
 

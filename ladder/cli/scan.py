@@ -63,7 +63,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     from ladder.config import DTYPES
     from ladder.devices import device
     from ladder.hf.families import refuse_other_than_decoders
-    from ladder.hf.load import pretrained, quiet
+    from ladder.hf.load import dtype_for, pretrained, quiet
     from ladder.scan.checkpoints import refuse_quantized
     from ladder.scan.probe import checked_row, layers_to_scan, original_wiring
     from ladder.scan.propose import check_reach, check_wishes, size_between, size_for
@@ -87,7 +87,8 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
         predictor = _predictor(options, config)
         if options.speed is not None and predictor is not None:
             check_reach(options.speed, own, layers, row, predictor)
-        model = pretrained(AutoModelForCausalLM, options.model, dtype=options.dtype).to(options.device)
+        dtype = dtype_for(options.model, options.dtype, options.device)
+        model = pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device)
         counted = (sequences[:, 1:].numel(), 0 if to_fit is None else to_fit.numel())
         report = _json_printer(options, *counted, {}) if options.json else None
         found = scan(model, sequences, row, options.points, options.greedy, options.batch, progress, to_fit, report)

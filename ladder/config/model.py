@@ -9,7 +9,7 @@ from typing import Any
 from ladder.config.families import FAMILIES, Family, Names
 from ladder.config.quantization import Quantization
 from ladder.config.rope import Rope
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 from ladder.wiring import SubBlock, Wiring
 
 # Beyond any model, but small enough for arithmetic: a typing error should cost a sentence, not the memory.
@@ -226,8 +226,7 @@ class ModelConfig:
     def named(cls, size: str) -> "ModelConfig":
         from ladder.config.sizes import SIZES  # which are made of this class
 
-        if size not in SIZES:
-            raise LadderError(f"unknown size {size!r}: known are {', '.join(SIZES)}")
+        check_known("size", size, SIZES)
         return SIZES[size]
 
     @classmethod

@@ -1,8 +1,6 @@
 """How many blocks the KV cache has: what was asked for, or what is free once the model has been loaded."""
 
 import logging
-import os
-from pathlib import Path
 
 import torch
 
@@ -11,6 +9,7 @@ from ladder.config import ModelConfig
 from ladder.engine.options import EngineOptions
 from ladder.errors import LadderError
 from ladder.layers.cache import BLOCK, FP8, RESERVED, KVCache
+from ladder.perf.memory import check_host, free_bytes
 
 GPU_SHARE, GPU_REST = 0.9, 1 << 30  # of what is free; bytes of that for activations, CUDA graphs and libraries
 CPU_SHARE = 0.25
@@ -60,16 +59,15 @@ def _free(device: torch.device, size: int, named: str) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         shared = size > 1 and (":" in named or torch.cuda.device_count() < size)
         return int((GPU_SHARE * free - GPU_REST) / (size if shared else 1))
-    return int(CPU_SHARE * _available() / size)
+    return int(CPU_SHARE * free_bytes() / size)
 
 
-def _available() -> int:
-    """Bytes of memory that this machine has left."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def check_machine(options: EngineOptions, config: ModelConfig, weight_bytes: int, share: float = 1.0) -> None:
+    """Refuse ranks that this machine's CPUs cannot hold. `weight_bytes`: of all ranks together, of which a `share` is
+    here. The cache takes what is left.
+    """
+    tables = options.tp * options.max_num_seqs * -(-config.context // BLOCK) * 4
+    ways = "use a smaller model or a narrower --dtype"
+    if tables > weight_bytes:
+        ways = "give a smaller --max-num-seqs"
+    check_host(f"{options.model} at TP {options.tp}", share * (weight_bytes + tables), ways)

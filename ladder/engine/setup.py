@@ -1,6 +1,5 @@
 """A model directory made ready for generation: everything is checked here, before a weight is read."""
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,16 +8,15 @@ from ladder.checkpoint import Directory
 from ladder.comm.base import RankOnly
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
-from ladder.devices import converts_fp8, cpu_multiplies_bfloat16, device
-from ladder.engine.memory import check_memory
+from ladder.devices import computing_dtype, converts_fp8, device
+from ladder.engine.executors.control import torchrun_rank
+from ladder.engine.memory import check_machine, check_memory
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.requests import Prompt, Request
 from ladder.engine.text import Text, encode, load_tokenizer
 from ladder.errors import LadderError
 from ladder.kernels.table import read_table
 from ladder.model import Decoder
-
-logger = logging.getLogger(__name__)
 
 
 class Setup:
@@ -45,7 +43,7 @@ class Setup:
         config = self.directory.config
         if options.wiring is not None:
             config = config.rewired(options.wiring)
-        config = replace(config, dtype=self._dtype(config.dtype))
+        config = replace(config, dtype=computing_dtype(options.dtype, config.dtype, self.device))
         self.config: ModelConfig = config
         if options.cache_dtype == "fp8" and config.dtype == "float64":
             raise LadderError("cache_dtype fp8 is not for float64 models: use another --dtype")
@@ -62,17 +60,11 @@ class Setup:
         shards = [shard for rank in ranks for shard in rank.shards()]
         self.directory.check(shards)
         self.weight_bytes = sum(s.target.numel() * s.target.element_size() for s in shards)  # of all ranks together
+        if tokenizer and self.device.type == "cpu":  # once: ranks that have been started already hold some of it
+            own = torchrun_rank()
+            check_machine(options, config, self.weight_bytes, 1.0 if own is None else own.local_size / own.size)
         self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
         self.tokenizing = threading.Lock()  # tokenizers may not encode in two threads at once
-
-    def _dtype(self, stored: str) -> str:
-        """The dtype to compute in: the one that was asked for, else the checkpoint's where this device has it."""
-        if self.options.dtype != "auto":
-            return self.options.dtype
-        if stored != "bfloat16" or self.device.type != "cpu" or cpu_multiplies_bfloat16():
-            return stored
-        logger.info("dtype auto: float32 instead of bfloat16, this CPU has no bf16 products")
-        return "float32"
 
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
         """Tokenize and check the prompts. Results are numbered from `first`: the first prompt's, the second's, ..."""

@@ -33,6 +33,7 @@ from ladder.hf.load import quantizer_of, with_formats
 from ladder.hf.register import auto_of, with_sizes
 from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths
 from ladder.hf.wire import refuse_settings
+from ladder.perf.memory import size_text
 from ladder.progress import Progress
 from ladder.wiring import Wiring
 
@@ -118,7 +119,7 @@ def beside(source: Path, weights: Collection[Path]) -> list[Path]:
 def check_space(out: Path, total: int) -> None:
     """Refuse what does not fit onto the disk."""
     if (free := shutil.disk_usage(writable(out)).free) < total:
-        raise LadderError(f"{out} needs {total / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left")
+        raise LadderError(f"{out} needs {size_text(total)}, its disk has {size_text(free)} left")
 
 
 def _copy(old: Path, new: Path) -> Iterator[int]:

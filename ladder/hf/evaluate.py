@@ -26,7 +26,7 @@ from ladder.devices import device as find_device
 from ladder.errors import LadderError
 from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.harness import Harness
-from ladder.hf.load import pretrained, quiet
+from ladder.hf.load import dtype_for, pretrained, quiet
 from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
 from ladder.hf.rewire import rewire
 from ladder.progress import Progress
@@ -211,7 +211,8 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Prepared:
 
 
 def _load(each: _Prepared, device: str, dtype: str) -> Any:
-    model = pretrained(AutoModelForCausalLM, each.arm.model, dtype=dtype).to(device).eval()
+    kind = dtype_for(each.arm.model, dtype, device)
+    model = pretrained(AutoModelForCausalLM, each.arm.model, dtype=kind).to(device).eval()
     model = model if each.arm.wiring is None else rewire(model, each.arm.wiring)
     return model if each.arm.wrap is None else each.arm.wrap(model)
 

@@ -10,13 +10,18 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from ladder.config.fields import ADAPTER, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
+from ladder.devices import computing_dtype, device
 from ladder.errors import LadderError
+from ladder.perf.memory import check_host, free_bytes
+
+SURELY = 16  # a model surely fits where its files and the bytes for each weight multiply to this share of what is free
 
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
@@ -36,6 +41,8 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
             if (Path(name) / ADAPTER).exists() and find_spec("peft") is None:
                 raise LadderError(f"{name} has an adapter, which needs peft: pip install 'ladder-residual[train]'")
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+            each = _bytes_each(config, options.get("dtype"))
+            check_weights(auto, name, config, each, "use a smaller model, or a narrower --dtype")
             if quantizer_of(config) is not None:
                 return _quantized(auto, name, config, options)
         return auto.from_pretrained(name, **options)
@@ -43,6 +50,40 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
         raise
     except BaseException as error:  # transformers raises errors of every kind, tokenizers even no Exception
         raise LadderError(f"{name} cannot be loaded: {reason(error)}") from error
+
+
+def check_weights(auto: Any, name: str, config: Any, each: float, ways: str) -> None:
+    """Refuse a model of which `each` bytes for every weight are more than this machine has left."""
+    held = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
+    if 0 < held * each < free_bytes() / SURELY:
+        return
+    count = weight_count(auto, config)
+    check_host(f"{name} ({count / 1e9:.3g} billion weights, {each:g} bytes for each)", count * each, ways)
+
+
+def weight_count(auto: Any, config: Any) -> int:
+    """How many weights a model of this config has."""
+    plain = type(config).from_dict({**config.to_dict(), "quantization_config": None})
+    with torch.device("meta"):
+        return int(auto.from_config(plain).num_parameters())
+
+
+def _bytes_each(config: Any, asked: Any) -> int:
+    """Of a weight in a dtype as `from_pretrained` takes it; auto: the config's."""
+    named = getattr(config, "dtype", None) if asked in (None, "auto") else asked
+    found = getattr(torch, str(named).removeprefix("torch."), torch.float32)
+    return int(found.itemsize)
+
+
+def dtype_for(name: str, asked: str, where: str) -> str:
+    """The dtype to load a model in: the one that was asked for; auto: the checkpoint's, where device `where` has it."""
+    if asked != "auto":
+        return asked
+    config = pretrained(AutoConfig, name)
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if stored is None:
+        return asked  # transformers looks at the weights
+    return computing_dtype(asked, str(stored).removeprefix("torch."), device(where))
 
 
 def quantizer_of(config: Any) -> str | None:

@@ -17,16 +17,17 @@ from typing import Any
 from ladder.comm.link import LINKS, Link
 from ladder.config import SIZES, ModelConfig
 from ladder.config.quantization import NAMED, named_format
-from ladder.errors import LadderError, check_known, nearest
+from ladder.errors import LadderError, check_known, hint, nearest
 from ladder.perf.arms import link_of, wiring_of
 from ladder.perf.chips import CHIPS, Chip
 from ladder.perf.costs import RankCosts
 from ladder.perf.engines import ENGINES, LINKED, Engine
 from ladder.perf.memory import Need, TooLarge, check_memory, more_ranks
 from ladder.perf.predict import PredictedPass, Setting, decoding, engine_of, prefill
-from ladder.perf.reach import across, check_reach, named_for, remark
+from ladder.perf.reach import across, check_reach, named_for, remark, usual_link
 
 BASE = "standard"  # what speed-ups are over
+OWN_LINK = "auto"  # in place of a link: the one that GPUs of this chip are usually joined by
 AS_BF16 = "share of the peak as measured in bf16"
 ROOM = 0.95  # of a chip's memory that weights, keys and values may take
 MOST_RANKS = 64
@@ -44,7 +45,7 @@ class Deployment:
     size: str
     chip: str
     tp: int
-    link: str
+    link: str  # or OWN_LINK
     batch: int  # sequences of one replica
     prompt: int
     new: int
@@ -56,11 +57,23 @@ class Deployment:
     gpus: int | None = None  # all of them; default: one replica
     alpha_us: float | None = None  # in place of the link's own
     weights: str = "bf16"  # the format of the layers' matrices
+    model: ModelConfig | None = None  # in place of the named size, which is then the name that is shown
 
     def __post_init__(self) -> None:
         for name in ("tp", "batch", "prompt", "new", "nodes", "pp", "gpus"):
             if getattr(self, name) is not None and not 1 <= getattr(self, name) <= 1_000_000:
                 raise LadderError(f"{name} must be from 1 to a million, not {getattr(self, name)}")
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model, of no wiring yet."""
+        return self.model or known_size(self.size)
+
+    def linked(self) -> "Deployment":
+        """The same with a link that is named."""
+        if self.link != OWN_LINK:
+            return self
+        return replace(self, link=usual_link(Chip.parse(self.chip).links, self.tp // self.nodes))
 
 
 def known_size(name: str) -> ModelConfig:
@@ -74,7 +87,7 @@ def known_link(text: str, more: Sequence[str] = ()) -> tuple[Link, str | None]:
         return Link.parse(text), text if text in LINKS else None
     except LadderError as error:
         also = "".join(f", or {word}" for word in more)
-        raise LadderError(f"{error}{also}; the nearest is {nearest(text, [*LINKS, *more])!r}") from None
+        raise LadderError(f"{error}{also}{hint(text, [*LINKS, *more])}") from None
 
 
 def check_degree(config: ModelConfig, tp: int) -> None:
@@ -99,7 +112,7 @@ def over_nodes(link: Link, between: Link, tp: int, nodes: int) -> Link:
 
 def setting(d: Deployment) -> Setting:
     """Checked: everything that cannot be is refused here, with the nearest that can."""
-    config = known_size(d.size)
+    d, config = d.linked(), d.config
     config = replace(config, wiring=wiring_of(d.wiring, config.layers), weights=named_format(d.weights))
     chip = Chip.parse(d.chip)
     check_degree(config, d.tp)
@@ -160,6 +173,8 @@ def _check_memory(d: Deployment, s: Setting) -> None:
 
 def predict(d: Deployment) -> dict[str, Any]:
     """One row: what was asked for, then the figures."""
+    assumed = _assumed_link(d)
+    d = d.linked()
     s = setting(d)
     part = replace(s, batch=max(1, ceil(d.batch / d.pp)))
     step, first = decoding(part), prefill(s)
@@ -212,9 +227,20 @@ def predict(d: Deployment) -> dict[str, Any]:
         **_parts(part, step),
         "weights_gb": _figure(memory.weights / d.pp / 1e9),
         "cache_gb": _figure(memory.cache / d.pp / 1e9),
-        "remark": remark(known_link(link_of(d.wiring) or d.link)[1], d.tp, d.nodes, d.node_link, d.pp),
+        "remark": "; ".join(filter(None, (assumed, _remark(d)))) or None,
         "assumed": _assumed(part),
     }
+
+
+def _assumed_link(d: Deployment) -> str | None:
+    """What is said of a link that nobody named and the table of chips does not know, either."""
+    if d.link != OWN_LINK or d.tp == 1 or link_of(d.wiring) is not None or Chip.parse(d.chip).full_name:
+        return None
+    return f"the link of this chip is not known: {d.linked().link} is assumed, name yours with --link"
+
+
+def _remark(d: Deployment) -> str | None:
+    return remark(known_link(link_of(d.wiring) or d.link)[1], d.tp, d.nodes, d.node_link, d.pp)
 
 
 def _parts(s: Setting, step: PredictedPass) -> dict[str, Any]:
@@ -278,16 +304,17 @@ def best(
 
     Degrees and batches: those given, or all that make sense.
     """
-    config, found = replace(known_size(d.size), weights=named_format(d.weights)), []
+    config, found = replace(d.config, weights=named_format(d.weights)), []
     most = d.nodes * min(LINKED, named_for(d.link) or LINKED)
     every = [n for n in config.degrees() if n & (n - 1) == 0 and n <= most and n % d.nodes == 0]
     for wiring, tp, batch in product(wirings, degrees or every, batches or SWEEPS["batch"]):
         if d.gpus is not None and not degrees and d.gpus % (tp * d.pp):
             continue
         try:
-            row = predict(replace(d, wiring=wiring, tp=tp, batch=batch))
+            row = predict(one := replace(d, wiring=wiring, tp=tp, batch=batch))
         except TooLarge:
             continue
+        row["speedup"] = _figure(predict(replace(one, wiring=BASE))["tpot_ms"] / row["tpot_ms"])
         if target_ms is None or row["tpot_ms"] <= target_ms:
             found.append(row)
     if not found:

@@ -1,6 +1,7 @@
 """How many ranks a link can join: what was measured, what contradicts that, what extrapolates it. No torch here."""
 
 import re
+from collections.abc import Sequence
 
 from ladder.comm.link import LINKS
 from ladder.errors import LadderError
@@ -10,6 +11,11 @@ ACROSS = ("ib_", "ethernet_")  # between two machines, measured end to end; the 
 RANKS = dict.fromkeys(LINKS, LINKED)  # that a link was measured with
 RANKS |= {"pcie_p2p_nccl": 4, "pcie_shm_tp2": 2, "pcie_shm_tp4": 4}
 RANKS |= {"ib_2node_nccl": 16, "ib_2node_tuned": 16, "ethernet_10g": 2, "ethernet_1g": 2}
+
+
+def usual_link(links: Sequence[str], ranks: int) -> str:
+    """Of a chip's links, the first that was measured with so many ranks, else the one that joins most."""
+    return next((name for name in links if RANKS[name] >= ranks), links[-1])
 
 
 def across(name: str | None) -> bool:

@@ -69,10 +69,15 @@ class ScanOptions:
     speed: float | None = option(None, "Propose the smallest set that is this many times as fast as standard.")
     chip: str = option("h100", "For --speed: a chip as in ladder plan.")
     tp: int = option(8, "For --speed: ranks that share the model.")
-    link: str = option("nvlink_nccl", "For --speed: a link's name, or alpha,beta as in 50us,10GB/s.")
+    link: str = option(
+        "auto", "For --speed: a link's name, alpha,beta as in 50us,10GB/s, or auto: the chip's usual one."
+    )
     requests: int = option(1, "For --speed: requests at a time (--batch of ladder plan).")
     device: str = option("cpu", "cpu, cuda or cuda:N.")
-    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    dtype: str = option(
+        "auto",
+        "auto (the checkpoint's; float32 for bfloat16 on a CPU without bf16 products), float32, bfloat16 or float16.",
+    )
     plot: Path | None = option(None, "A file for the picture, as in scan.png.")
     json: bool = option(False, "One JSON line per measurement, as it comes, instead of the tables.")
 

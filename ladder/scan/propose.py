@@ -12,8 +12,9 @@ from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.chips import Chip
 from ladder.perf.memory import check_memory, more_ranks
-from ladder.perf.plan import MOST_RANKS, ROOM, known_link
+from ladder.perf.plan import MOST_RANKS, OWN_LINK, ROOM, known_link
 from ladder.perf.predict import Setting, decoding, engine_of
+from ladder.perf.reach import usual_link
 from ladder.scan.probe import Damage, with_row
 from ladder.scan.scan import Scan
 from ladder.wiring import Wiring
@@ -28,7 +29,7 @@ class TargetMachine:
 
     chip: str = "h100"
     tp: int = 8
-    link: str = "nvlink_nccl"
+    link: str = OWN_LINK
     requests: int = 1  # at a time
 
     def predictor(self, config: ModelConfig) -> Predictor:
@@ -37,7 +38,7 @@ class TargetMachine:
             if not 1 <= value <= 1_000_000:
                 raise LadderError(f"{what} must be from 1 to a million, not {value}")
         chip = Chip.parse(self.chip)
-        link, name = known_link(self.link)
+        link, name = known_link(usual_link(chip.links, self.tp) if self.link == OWN_LINK else self.link)
         config.check_degree(self.tp)
         prompt = min(PROMPT, config.context * PROMPT // (PROMPT + NEW))
         new = min(NEW, config.context - prompt)

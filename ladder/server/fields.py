@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ladder.errors import nearest
+from ladder.errors import hint
 from ladder.server.errors import ApiError, refused
 
 SHOWN = 60  # characters of a wrong value that an error quotes
@@ -92,5 +92,5 @@ class Fields:
         """Nothing else may be there."""
         for name in self._values:
             if name not in self._known:
-                hint = f"; the nearest is {nearest(name, sorted(self._known))!r}" if len(name) < SHOWN else ""
-                raise refused(f"unknown field {self.path(name)[:200]!r}{hint}", self.path(name), "unknown_parameter")
+                meant = hint(name, sorted(self._known)) if len(name) < SHOWN else ""
+                raise refused(f"unknown field {self.path(name)[:200]!r}{meant}", self.path(name), "unknown_parameter")

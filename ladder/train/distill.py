@@ -15,14 +15,22 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.convert import convert
-from ladder.hf.load import pretrained, quantizer_of, quiet, reason
+from ladder.hf.load import pretrained, quantizer_of, quiet, reason, weight_count
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.progress import Progress
 from ladder.scan.checkpoints import check_init_from, read_original, read_tokenizer, refuse_quantized
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
-from ladder.train.run import TrainingData, TrainingTask, compile_layers, run_training, save_trained
+from ladder.train.run import (
+    TRAINED_BYTES,
+    TrainingData,
+    TrainingTask,
+    check_memory,
+    compile_layers,
+    run_training,
+    save_trained,
+)
 from ladder.train.side import SideConfig, SideModel
 from ladder.train.teacher import CacheBuilder, CachedTeacher, OnlineTeacher, RankGroup, Teacher
 from ladder.train.trainer import StalenessSchedule
@@ -120,6 +128,9 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         instead = "train an adapter beside them (--method lora), or adapt the model that they were made from and "
         refuse_quantized(str(options.init_from or options.model), config, instead + "quantize what comes out")
     tokenizer = read_tokenizer(options.model, config, training.data, training.valid)
+    online = (options.kl_weight or options.hidden_weight) and not options.teacher_top
+    each = (TRAINED_BYTES if options.method == "full" else 0 if quantizer_of(config) else 4) + 4 * bool(online)
+    check_memory(options.model, weight_count(AutoModelForCausalLM, config), each, training)
     return wiring, tokenizer, quantizer_of(config)
 
 

@@ -11,9 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ladder.data.shards import TOKENIZER, EvenSample, Sequences, Shards
+from ladder.engine.executors.control import torchrun_rank
 from ladder.errors import LadderError
 from ladder.hf.load import quiet
 from ladder.hf.wire import layers_of, unwrapped
+from ladder.perf.memory import USABLE, TooLarge, check_host, size_text
 from ladder.progress import Progress
 from ladder.scan.checkpoints import write_model
 from ladder.train import folder
@@ -21,6 +23,8 @@ from ladder.train.loss import LossWeights
 from ladder.train.options import TrainingOptions
 from ladder.train.teacher import Teacher
 from ladder.train.trainer import LadderTrainer, StalenessSchedule, arguments
+
+TRAINED_BYTES = 16  # of a weight that is trained: itself, its gradient and AdamW's two moments, in float32
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,21 @@ def run_training(
             folder.finish(out)
     name, each = options.counted
     return {"main": args.process_index == 0, name: options.steps * each, **last}
+
+
+def check_memory(what: str, count: int, each: float, options: TrainingOptions, sharers: int = 1) -> None:
+    """Refuse a training that needs more memory than there is: `each` bytes for each of `count` weights on every rank,
+    or on `sharers` together, and with FSDP on all together. What layers keep for their gradients comes on top.
+    """
+    own = torchrun_rank()
+    ranks, here = (1, 1) if own is None else (own.size, own.local_size)
+    need = count * each / (ranks if options.fsdp else sharers)
+    what = f"training {what} ({count / 1e9:.3g} billion weights, {each:g} bytes for each)"
+    ways = "train a smaller model, or shard it over several GPUs (--fsdp under torchrun)"
+    if options.device_type == "cpu":
+        check_host(what, need * here, ways)
+    elif need > (room := USABLE * torch.cuda.mem_get_info()[0]):
+        raise TooLarge(f"{what} needs {size_text(need)} on each GPU, which has {size_text(room)} to use: {ways}")
 
 
 @contextmanager

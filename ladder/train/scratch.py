@@ -18,12 +18,13 @@ from ladder.hf.families import layout_of
 from ladder.hf.load import pretrained
 from ladder.hf.ranks import output_projection
 from ladder.hf.wire import check_ranks, layers_of
+from ladder.perf.costs import RankCosts
 from ladder.progress import Progress
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.recipes import RECIPES, recipe
-from ladder.train.run import TrainingData, TrainingTask, run_training, save_trained
+from ladder.train.run import TRAINED_BYTES, TrainingData, TrainingTask, check_memory, run_training, save_trained
 from ladder.train.tensor_parallel import loop
 from ladder.wiring import Wiring
 
@@ -45,6 +46,8 @@ def train(
         raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
+    count = RankCosts(config, 1, element_bytes=1).weight_bytes
+    check_memory(options.size or str(options.recipe), count, TRAINED_BYTES, training, options.tp)
     check_ranks(wiring, max(options.tp, options.ranks))
 
     def complete(out: Path) -> None:

@@ -1,12 +1,9 @@
 """The cells of a sweep: size x TP x weights x batch x link x arm, all checked before anything starts."""
 
-import os
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +17,8 @@ from ladder.errors import LadderError, check_known
 from ladder.kernels.table import MOST
 from ladder.perf.arms import link_of, wiring_of
 from ladder.perf.costs import ELEMENT_BYTES, RankCosts
-from ladder.perf.memory import Need, check_memory, more_ranks
+from ladder.perf.memory import USABLE, Need, check_memory, free_bytes, more_ranks
 from ladder.perf.plan import check_degree, known_link
-
-USABLE = 0.92  # of a memory: activations, libraries and graphs need the rest
 
 
 @dataclass(frozen=True)
@@ -38,17 +33,7 @@ class Hardware:
     def present(cls) -> "Hardware":
         gpus = torch.cuda.device_count()
         each = torch.cuda.get_device_properties(0).total_memory if gpus else 0
-        return cls(gpus, each, _free_bytes())
-
-
-def _free_bytes() -> int:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        text = ""
-    if match := re.search(r"MemAvailable:\s*([0-9]+) kB", text):
-        return int(match[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return cls(gpus, each, free_bytes())
 
 
 @dataclass(frozen=True)

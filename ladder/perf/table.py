@@ -1,0 +1,143 @@
+"""Predicted figures as tables for a terminal: what is the same in all rows stands above them. No torch here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+Row = dict[str, Any]
+
+GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "alpha_us": "alpha us", "pp": "PP"}
+GIVEN |= {"nodes": "nodes", "gpus": "GPUs", "prompt": "prompt", "new": "new", "weights": "weights"}
+USUAL = {"pp": 1, "nodes": 1}  # what is not worth a word
+IMPLIED = {"alpha_us": "link", "gpus": "tp"}  # by what is shown beside it
+FIGURES = {"tpot_ms": "ms/token", "speedup": "x standard", "exposed_ms": "exposed ms"}
+FIGURES |= {"tokens_per_s": "tokens/s", "tokens_per_s_user": "/user", "tokens_per_s_gpu": "/GPU"}
+DETAILS = {"attention_us": "attn us", "mlp_us": "MLP us", "all_reduce_us": "all-reduce us", "lanes": "lanes"}
+DETAILS |= {"comm_ms": "comm ms", "prefill_s": "prefill s"}
+FOOT = {
+    "bytes_per_weight": "bytes per weight of the layers' matrices",
+    "weights_gb": "GB of weights on each GPU",
+    "cache_gb": "GB of keys and values on each GPU",
+}
+GRID = "ms/token, and how many times as fast as standard with the same weights (predicted):"
+
+
+def print_plan(rows: Sequence[Row], console: Console, details: bool = False) -> None:
+    """For each model on each chip a table: a row for each prediction where there are few or `details` are wanted, else
+    a row for each setting with a column for each wiring.
+    """
+    for some in _grouped(rows):
+        shared = _shared(some)
+        _say(console, f"{some[0]['size']} on {some[0]['chip']}, engine {some[0]['engine']}, {_common(some, shared)}")
+        varied = [key for key in GIVEN if key not in shared and key != "wiring"]
+        wirings = list(dict.fromkeys(row["wiring"] for row in some))
+        settings = _settings(some, varied)
+        if not details and len(wirings) > 1 and len(settings) > 1 and len(some) == len(wirings) * len(settings):
+            _say(console, GRID)
+            _print(console, _grid(settings, varied, wirings))
+        else:
+            _print(console, _list(some, shared, details))
+        _print_foot(some, console)
+
+
+def _grouped(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one model on one chip."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["size"], row["chip"], row["engine"]), []).append(row)
+    return list(found.values())
+
+
+def _shared(rows: Sequence[Row]) -> list[str]:
+    """What was given and is the same in all rows, or in all of the same number of ranks."""
+    found = [key for key in GIVEN if key != "wiring" and len({row[key] for row in rows}) == 1]
+    if "link" not in found and len({row["tp"] for row in rows}) == len({(row["tp"], row["link"]) for row in rows}):
+        found += ["link", "alpha_us"]  # each number of ranks has one
+    return found
+
+
+def _common(rows: Sequence[Row], shared: Sequence[str]) -> str:
+    worth = [key for key in shared if USUAL.get(key) != rows[0][key]]
+    return ", ".join(f"{GIVEN[key]} {'/'.join(dict.fromkeys(_shown(row[key]) for row in rows))}" for key in worth)
+
+
+def _settings(rows: Sequence[Row], varied: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """The rows of each setting, by wiring."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in varied), {})[row["wiring"]] = row
+    return found
+
+
+def _grid(settings: dict[tuple[Any, ...], dict[str, Row]], varied: Sequence[str], wirings: Sequence[str]) -> Table:
+    kept = [number for number, key in enumerate(varied) if not _follows(key, varied)]
+    table = _table([*(GIVEN[varied[number]] for number in kept), *wirings])
+    for given, rows in settings.items():
+        cells = []
+        for wiring in wirings:
+            row = rows[wiring]
+            over = "" if row["speedup"] is None or wiring == "standard" else f" {row['speedup']:.2f}x"
+            cells.append(f"{_shown(row['tpot_ms'])}{over}")
+        table.add_row(*(_shown(given[number]) for number in kept), *cells)
+    return table
+
+
+def _follows(key: str, varied: Sequence[str]) -> bool:
+    """Whether what is given follows from something else that is shown."""
+    return IMPLIED.get(key) in varied
+
+
+def _list(rows: Sequence[Row], shared: Sequence[str], details: bool) -> Table:
+    varied = [key for key in GIVEN if key not in shared]
+    given = {key: GIVEN[key] for key in varied if details or not _follows(key, varied)}
+    columns = {**given, **FIGURES, **(DETAILS if details else {})}
+    if all(row["speedup"] is None for row in rows):
+        del columns["speedup"]
+    table = _table(list(columns.values()))
+    for row in rows:
+        table.add_row(*(_shown(row[key]) for key in columns))
+    return table
+
+
+def _table(heads: Sequence[str]) -> Table:
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+
+
+def _print(console: Console, table: Table) -> None:
+    """As wide as it must be: figures that are cut off are none."""
+    before = console.width
+    console.width = max(before, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
+    console.print(table)
+    console.width = before
+
+
+def _print_foot(rows: Sequence[Row], console: Console) -> None:
+    parts = []
+    for key, what in FOOT.items():
+        values = [row[key] for row in rows]
+        many = f"{_shown(min(values))} to {_shown(max(values))}" if len(set(values)) > 1 else _shown(values[0])
+        parts.append(f"{what}: {many}")
+    _say(console, "; ".join(parts))
+    for remark in dict.fromkeys(row["remark"] for row in rows if row["remark"]):
+        _say(console, f"remark: {remark}")
+    for assumed in dict.fromkeys(row["assumed"] for row in rows if row["assumed"]):
+        names = dict.fromkeys(row["weights"] for row in rows if row["assumed"] == assumed)
+        _say(console, f"remark: {', '.join(names)}: {assumed}")
+    if any(row["wiring"] == "none" for row in rows):
+        _say(console, "none is no model: no communication, one sub-block after the other")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
