@@ -1,16 +1,28 @@
 """What a newcomer meets first: the machine's limits, mistakes in arguments, and what the commands say about them."""
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from ladder.bench.sweep.cells import Cell
+from ladder.bench.sweep.measure import Timings, figures
+from ladder.checkpoint import SINGLE
+from ladder.config import ModelConfig
 from ladder.data.texts import tokenize
 from ladder.errors import LadderError
+from ladder.files import locked, writing
 from ladder.perf.memory import free_bytes, size_text
+from ladder.perf.schedule import hideable
+from ladder.train import folder
+from ladder.wiring import Wiring
 from tests.checkpoints import tiny
 
 Run = Callable[..., tuple[int, str, str]]
@@ -123,3 +135,118 @@ def test_sizes_in_the_unit_that_shows_them() -> None:
     assert [size_text(count) for count in (3, 40e3, 2e6, 0.3e9, 41e9)] == [
         "3 bytes", "40000 bytes", "2.0 MB", "0.3 GB", "41.0 GB"
     ]  # fmt: skip
+
+
+# --- disks that are full, and folders that are in use ---------------------------------------------------------------
+
+
+def limited(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """`ladder ARGUMENTS` in a process none of whose files may have more than `size` bytes: as a full disk, for it."""
+    program = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+    program += "import sys\nfrom ladder.cli import main\nsys.argv[0] = 'ladder'\nmain()\n"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [
+    "fit MODEL OUT --data DATA --seq-len 16 --batch 1 --tokens 256 --ridge 100 --wiring ladder@3",
+    "adapt MODEL OUT --data DATA --seq-len 16 --batch 2 --tokens 64 --save-every 1 --log-every 1 --lr 1e-6",
+])  # fmt: skip
+def test_a_full_disk_costs_a_sentence(arguments: str, standard: Path, tokens: Path, tmp_path: Path) -> None:
+    places = {"MODEL": standard, "DATA": tokens, "OUT": tmp_path / "out"}
+    done = limited(200_000, *(places.get(each, each) for each in arguments.split()))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search("^ladder: .*out.* cannot be written, the disk may be full: ", done.stderr), done.stderr
+
+
+def test_only_errors_of_writing_are_taken_for_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="shapes"), writing(tmp_path):
+        raise RuntimeError("shapes do not match")
+    with pytest.raises(OSError, match="cannot be written"), writing(tmp_path):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+
+
+def test_a_folder_is_written_by_one_run(standard: Path, tokens: Path, tmp_path: Path, run: Run) -> None:
+    arguments = ("adapt", standard, tmp_path / "out", "--data", tokens, "--seq-len", 16, "--batch", 2, "--tokens", 64)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{}")
+    with locked(tmp_path / "out"):
+        status, _, err = run(*arguments)
+        assert status == 2 and "out is being written by another process: wait" in err
+        with pytest.raises(LadderError, match="another process"), folder.owned(tmp_path / "out", {}):
+            pass
+    (tmp_path / "out" / "run.json").unlink()
+    assert run(*arguments)[0] == 0  # the lock has ended with the block
+    with pytest.raises(LadderError, match="is finished"), folder.owned(tmp_path / "out", {}):
+        pass
+
+
+def test_a_file_of_lines_is_written_by_one_sweep(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("a cell was measured")
+
+    monkeypatch.setattr("ladder.bench.sweep.sweep._measured", measured)
+    arguments = ("bench", "--size", "tiny", "--arm", "standard", "--prompt", 8, "--new", 8, "--out")
+    (tmp_path / "lines.jsonl").touch()
+    with locked(tmp_path / "lines.jsonl"):
+        status, _, err = run(*arguments, tmp_path / "lines.jsonl")
+    assert status == 2 and "lines.jsonl is being written by another process" in err
+    (tmp_path / "file").write_text("")
+    for out, message in ((tmp_path, "is a directory"), (tmp_path / "file" / "lines.jsonl", "file is a file")):
+        status, _, err = run(*arguments, out)  # before the first cell
+        assert status == 2 and message in err and err.count("\n") == 1
+
+
+# --- weights of another wiring, and weights that are no numbers -----------------------------------------------------
+
+
+def test_weights_of_another_wiring_are_warned_of(standard: Path, tmp_path: Path, run: Run) -> None:
+    wired = tiny(tmp_path / "wired", "ladder")
+    arguments = ("--prompt", "abc", "--max-new-tokens", 2)
+    for model, own, asked in ((wired, "ladder", "standard"), (standard, "standard", "ladder")):
+        status, _, err = run("generate", "--model", model, "--wiring", asked, *arguments)
+        assert status == 0 and err.count("\n") == 1
+        assert f"are those of the wiring '{own}', and are run as '{asked}': without adaptation" in err
+        assert run("generate", "--model", model, "--wiring", own, *arguments)[2] == ""
+
+
+def test_weights_that_are_not_numbers(standard: Path, text: Path, tokens: Path, tmp_path: Path, run: Run) -> None:
+    spoiled = tiny(tmp_path / "spoiled")
+    tensors = load_file(spoiled / SINGLE)
+    tensors["model.layers.3.mlp.down_proj.weight"][0, 100] = torch.nan
+    save_file(tensors, spoiled / SINGLE, metadata={"format": "pt"})
+    status, out, err = run("eval", spoiled, "--text", text, "--json")
+    assert status == 2 and "perplexity is" in err and "its output is not finite" in err
+    line = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line["value"] is None
+    rest = ("--seq-len", 16, "--batch", 1)
+    for arguments in (
+        ("adapt", spoiled, tmp_path / "out", "--data", tokens, "--tokens", 64, *rest),
+        ("fit", spoiled, tmp_path / "out", "--data", tokens, *rest),
+        ("scan", spoiled, "--data", text, "--tokens", 64, *rest),
+    ):
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert "'model.layers.3.mlp.down_proj.weight' holds values that are not finite" in err
+        assert not (tmp_path / "out").exists()
+
+
+# --- what is hidden -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wiring, most", [
+    ("standard", 0), ("parallel", 0), ("ladder", 15), ("ladder-2", 15), ("parallel-1", 7), ("none", 0),
+    ("standard:4 ladder:4", 8),
+])  # fmt: skip
+def test_all_reduces_that_something_computes_beside(wiring: str, most: int) -> None:
+    assert hideable(Wiring.parse(wiring, 8)) == most
+
+
+@pytest.mark.parametrize("wiring, hidden", [("standard", 0.0), ("parallel", 0.0), ("ladder", 0.7)])
+def test_standard_hides_nothing_however_a_cpu_was_shared(wiring: str, hidden: float) -> None:
+    """The steps of all wirings take as long as those without communication: time in which a rank did not run."""
+    rest = {"link": "x", "cell_link": "x", "link_kind": "real", "mode": "ranks", "device": "cpu", "dtype": "float32"}
+    cell = Cell("tiny", 2, 1, 8, 8, arm=wiring, wiring=wiring, layers=4, of_layers=4, repetitions=2, **rest)
+    timings = Timings([1.0, 1.0], [10.0, 10.0], none=10.0, all_reduce=1.0, all_gather=1.0, memory=1.0)
+    found = figures(cell, ModelConfig.named("tiny"), timings, {"read_tb_s": 1.0, "tflop_s": 1.0})
+    assert found["hidden"] == hidden and found["exposed_ms"] == pytest.approx(found["comm_ms"] * (1 - hidden))

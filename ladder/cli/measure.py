@@ -116,7 +116,11 @@ def bench(options: BenchOptions) -> None:
                 if options.json:
                     typer.echo(json.dumps(row))
     except KeyboardInterrupt:
-        there = f"what is measured is in {options.out}" if options.out.exists() else "nothing is measured yet"
+        there = (
+            f"what is measured is in {options.out}"
+            if options.out.exists() and options.out.stat().st_size
+            else "nothing is measured yet"
+        )
         typer.echo(f"ladder: stopped: {there}, the same command continues", err=True)
         raise typer.Exit(130) from None
     if not options.json:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,10 +116,17 @@ def evaluate(options: EvalOptions) -> None:
         )
     if options.json:
         for row in rows:
-            typer.echo(json.dumps(row))
+            numbers = {key: None if isinstance(it, float) and not isfinite(it) else it for key, it in row.items()}
+            typer.echo(json.dumps(numbers, allow_nan=False))
     else:
         console = Console()
         console.print(table(rows, console))
+    for row in rows:
+        if not isfinite(row["value"]):
+            raise LadderError(
+                f"{row['model']} under {row['wiring']}: {row['measure']} is {row['value']}: its output is not finite; "
+                "look for weights that are not (ladder generate --check names them), or give a wider --dtype"
+            )
 
 
 def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":

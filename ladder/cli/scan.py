@@ -64,7 +64,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     from ladder.devices import device
     from ladder.hf.families import refuse_other_than_decoders
     from ladder.hf.load import dtype_for, pretrained, quiet
-    from ladder.scan.checkpoints import refuse_quantized
+    from ladder.scan.checkpoints import refuse_not_finite, refuse_quantized
     from ladder.scan.probe import checked_row, layers_to_scan, original_wiring
     from ladder.scan.propose import check_reach, check_wishes, size_between, size_for
     from ladder.scan.scan import extend, scan
@@ -89,6 +89,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
             check_reach(options.speed, own, layers, row, predictor)
         dtype = dtype_for(options.model, options.dtype, options.device)
         model = pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device)
+        refuse_not_finite(model, options.model)
         counted = (sequences[:, 1:].numel(), 0 if to_fit is None else to_fit.numel())
         report = _json_printer(options, *counted, {}) if options.json else None
         found = scan(model, sequences, row, options.points, options.greedy, options.batch, progress, to_fit, report)

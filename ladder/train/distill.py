@@ -18,7 +18,13 @@ from ladder.hf.convert import convert
 from ladder.hf.load import pretrained, quantizer_of, quiet, reason, weight_count
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.progress import Progress
-from ladder.scan.checkpoints import check_init_from, read_original, read_tokenizer, refuse_quantized
+from ladder.scan.checkpoints import (
+    check_init_from,
+    read_original,
+    read_tokenizer,
+    refuse_not_finite,
+    refuse_quantized,
+)
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
@@ -72,6 +78,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         frozen = options.method == "side" or quantizer is not None
         dtype = _dtype(training) if frozen else torch.float32  # trained weights are float32
         model = pretrained(AutoModelForCausalLM, str(options.init_from or options.model), dtype=dtype)
+        refuse_not_finite(model, str(options.init_from or options.model))
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # for the model's new parameters
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
