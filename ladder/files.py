@@ -100,6 +100,13 @@ def check_unlocked(path: Path) -> None:
             pass
 
 
+def check_folder(out: Path) -> None:
+    """Refuse a folder that files cannot be written into; it may be there already."""
+    if out.exists() and not out.is_dir():
+        raise LadderError(f"{out} is a file: name a folder")
+    writable(out)
+
+
 def check_appendable(file: Path) -> None:
     """Refuse a file that lines cannot be appended to, before there are any."""
     if file.is_dir():

@@ -19,6 +19,7 @@ from ladder.config import ModelConfig
 from ladder.data.texts import tokenize
 from ladder.errors import LadderError
 from ladder.files import locked, writing
+from ladder.hf.load import reason
 from ladder.perf.memory import free_bytes, size_text
 from ladder.perf.schedule import hideable
 from ladder.train import folder
@@ -26,6 +27,7 @@ from ladder.wiring import Wiring
 from tests.checkpoints import tiny
 
 Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parent.parent
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 20
 
 
@@ -250,3 +252,123 @@ def test_standard_hides_nothing_however_a_cpu_was_shared(wiring: str, hidden: fl
     timings = Timings([1.0, 1.0], [10.0, 10.0], none=10.0, all_reduce=1.0, all_gather=1.0, memory=1.0)
     found = figures(cell, ModelConfig.named("tiny"), timings, {"read_tb_s": 1.0, "tflop_s": 1.0})
     assert found["hidden"] == hidden and found["exposed_ms"] == pytest.approx(found["comm_ms"] * (1 - hidden))
+
+
+# --- messages that mislead ------------------------------------------------------------------------------------------
+
+
+def test_a_list_is_told_to_its_end() -> None:
+    error = ValueError(
+        "Couldn't instantiate the backend tokenizer from one of:\n(1) a `tokenizers` library serialization file,\n"
+        "(2) a slow tokenizer instance to convert or\n(3) an equivalent slow tokenizer class\nYou need more\nlines"
+    )
+    assert reason(error).endswith("(3) an equivalent slow tokenizer class")
+    assert reason(ValueError("missing:\n  a\n  b")) == "missing: a"
+    assert reason(ValueError("one\ntwo")) == "one" and reason(ValueError()) == "ValueError"
+
+
+def test_a_side_network_is_no_model_of_the_engines(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "side.json").write_text("{}")
+    status, _, err = run("generate", "--model", tmp_path, "--prompt", "abc")
+    assert status == 2 and "is a side network, which runs beside its model in transformers alone" in err
+
+
+def test_trace_names_a_folder(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").touch()
+    assert run("trace", "--out", tmp_path / "file") == (
+        2,
+        "",
+        f"ladder: {tmp_path / 'file'} is a file: name a folder\n",
+    )
+    status, _, err = run("trace", "--out", tmp_path / "file" / "trace")
+    assert status == 2 and "file is a file" in err
+
+
+def test_an_adapter_is_no_wider_than_the_model(standard: Path, tokens: Path, tmp_path: Path, run: Run) -> None:
+    rest = ("--data", tokens, "--seq-len", 16, "--batch", 2, "--method", "lora", "--lora-rank", 65)
+    status, _, err = run("adapt", standard, tmp_path / "out", *rest)
+    assert status == 2 and "--lora-rank 65 is more than the model's width of 64" in err
+
+
+@pytest.mark.parametrize("command", [
+    ["-m", "ladder.bench.overlap", "--help"],
+    ["-m", "ladder.bench.one_rank", "--help"],
+    ["-m", "ladder.bench.trace.step_trace", "--help"],
+    ["examples/tiny_checkpoint.py", "--help"],
+])  # fmt: skip
+def test_programs_tell_what_they_are(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
+
+
+def test_the_example_checkpoint_refuses_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for arguments, message in (
+        ([], "the following arguments are required: directory"),
+        ([str(tmp_path / "new"), "lader"], "unknown wiring 'lader'"),
+        ([str(tmp_path / "full")], "is there already: name a new folder"),
+    ):
+        command = [sys.executable, "examples/tiny_checkpoint.py", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+
+
+# --- what is refused before torch is imported -----------------------------------------------------------------------
+
+AT_ONCE = {
+    "data X nothing": "either a tokenizer",
+    "data X TEXT": "either a tokenizer",
+    "data X nothing --vocab 300": "no such file: nothing",
+    "data X TEXT --tokenizer nothing": "no such tokenizer directory",
+    "convert nothing X": "nothing is neither a directory nor",
+    "convert MODEL X --wiring lader": "unknown wiring 'lader'",
+    "eval MODEL": "nothing to measure",
+    "eval nothing --text TEXT": "nothing is neither a directory nor",
+    "eval MODEL --text nothing": "no such file: nothing",
+    "eval MODEL --text TEXT --tokens 0": "tokens must be at least 1",
+    "scan nothing --data TEXT": "nothing is neither a directory nor",
+    "scan MODEL --data nothing": "no such file: nothing",
+    "fit nothing X --data TOKENS": "nothing is neither a directory nor",
+    "fit MODEL X --data nothing": "no such folder of tokens: nothing",
+    "adapt MODEL X --data nothing": "no such folder of tokens: nothing",
+    "adapt MODEL X --wiring lader": "unknown wiring 'lader'",
+    "adapt MODEL X --tokens 0": "tokens must be at least 1",
+    "train X --size tiny --data nothing": "no such folder of tokens: nothing",
+    "train X --size tinny": "the nearest is 'tiny'",
+    "train X": "give either --size or --recipe",
+    "plan --tp x": "must be whole numbers",
+    "generate": "no prompt",
+}
+ONE_BY_ONE = """
+import sys
+from ladder.cli import main
+for line in sys.argv[1].splitlines():
+    sys.argv = ["ladder", *line.split()]
+    try:
+        main()
+    except SystemExit as left:
+        assert left.code == 2, (line, left.code)
+    heavy = {"torch", "transformers"} & sys.modules.keys()
+    assert not heavy, (line, heavy)
+"""
+
+
+def test_usage_errors_import_nothing(standard: Path, tokens: Path, text: Path, tmp_path: Path) -> None:
+    places = {"MODEL": str(standard), "TOKENS": str(tokens), "TEXT": str(text), "X": str(tmp_path / "x")}
+    lines = "\n".join(" ".join(places.get(word, word) for word in line.split()) for line in AT_ONCE)
+    command = [sys.executable, "-c", ONE_BY_ONE, lines]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.splitlines()
+    assert len(told) == len(AT_ONCE)
+    for line, expected, found in zip(AT_ONCE, AT_ONCE.values(), told, strict=True):
+        assert expected in found, (line, found)
+
+
+def test_eval_of_the_beginning_of_a_text(standard: Path, text: Path, run: Run) -> None:
+    status, out, _ = run("eval", standard, "--text", text, "--tokens", 101, "--dtype", "float32", "--json")
+    assert status == 0 and json.loads(out)["n"] == 100
+    words = text.read_text()
+    text.write_text(words[:101])
+    assert run("eval", standard, "--text", text, "--dtype", "float32", "--json")[1] == out

@@ -51,6 +51,7 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
     out = options.out.resolve()
     check_new(out)
     with quiet():
+        Shards.open(options.data)  # a folder that is not there is told of first
         config, wiring = read_original(options.model, options.wiring, options.seq_len)
         refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         if wiring.is_standard:
