@@ -1,6 +1,7 @@
 # make demo   set up, and generate text with the embedded model, on one rank, on two and on four
 # make test   set up, lint, type-check, run the tests
 # make test-trl   the tests with TRL, in an environment of their own, .venv-trl
+# make docs   build the documentation as a site, build/site/index.html; links that lead nowhere are errors
 # All need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ WRITE := --max-new-tokens 90 --temperature 0.8 --top-p 0.9 --seed 4 --dtype floa
 # what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-trl browser setup clean
+.PHONY: demo docs test test-trl browser setup clean
 
 setup: $(READY)
 
@@ -43,6 +44,9 @@ test: $(READY) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal && wait $$types  # side by side: tests often wait
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
 
 # TRL's requirements stay out of the other environment
 TRL := .venv-trl

@@ -315,6 +315,11 @@ class ResidualStream:
         ]
         return self._agreed[0][0].x, [each.pending.x.wait() for each in self._all_reduces], drifts
 
+    def rest_of_all_ranks(self) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        """`rest`, the same on all ranks: of a drift every rank's, one beside the other, [rows, ranks x hidden]."""
+        agreed, sums, drifts = self.rest()
+        return agreed, sums, [None if drift is None else self._comm.all_gather(drift) for drift in drifts]
+
 
 def _whole(partial: Tensor | Iterable[Tensor]) -> Tensor:
     return partial if isinstance(partial, Tensor) else torch.cat(list(partial))

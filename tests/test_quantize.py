@@ -32,7 +32,7 @@ from ladder.quantize import write as module
 from ladder.quantize.options import QuantizeOptions
 from ladder.quantize.packing import words
 from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
-from ladder.quantize.tensors import Output
+from ladder.quantize.tensors import Output, side_by_side
 from ladder.quantize.write import quantize
 from tests.checkpoints import byte_tokenizer
 from tests.families import make
@@ -301,6 +301,27 @@ def test_another_way_to_round(source: Path, tmp_path: Path) -> None:
     found, plain = load_file(tmp_path / "out" / SINGLE), load_file(made(source, tmp_path / "x", format="int8") / SINGLE)
     assert torch.equal(2 * found[f"{Q}.weight_scale"], plain[f"{Q}.weight_scale"])
     assert len(seen) == 14 and seen[Q] == [0]
+
+
+def test_side_by_side() -> None:
+    """Results in order, each by a thread that computes alone; torch's threads come back, after a failure, too."""
+    before, inside = torch.get_num_threads(), list[int]()
+
+    def tried(number: int) -> int:
+        sleep(0.002 * (number % 3))
+        inside.append(torch.get_num_threads())
+        if number == 13:
+            raise LadderError("unlucky")
+        return 2 * number
+
+    taken = []
+    with side_by_side(4) as each:
+        assert list(each(tried, range(9))) == list(range(0, 18, 2))
+        with pytest.raises(LadderError, match="unlucky"):
+            for _ in each(tried, (taken.append(number) or number for number in range(9, 1000))):
+                pass
+    assert set(inside) == {1} and torch.get_num_threads() == before
+    assert len(taken) < 20
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ladder.config.quantization import DENSE, Quantization, Storage, read_quanti
 from ladder.config.rope import Rope
 from ladder.errors import LadderError
 from ladder.layers import quantized as module
-from ladder.layers.quantized import Quantized
+from ladder.layers.quantized import Quantized, numbers
 from ladder.layers.shard import Piece
 from ladder.model import Decoder
 from tests.quantizing import RECIPES, Recipe, Tensors, quantized, regions, with_format, write
@@ -480,3 +480,14 @@ def test_a_wrong_weight_shape(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(LadderError, match=f"'{Q}.weight_shape' is not what its config.json calls for"):
         checked(tmp_path)
+
+
+def test_numbers_of_codes() -> None:
+    """Every byte of fp8, read by its bits, whether or not there are NaN among them; rows that are not side by side."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    exact = codes.float()
+    assert torch.equal(numbers(codes).nan_to_num(1000), exact.nan_to_num(1000))
+    finite = codes[exact.isfinite()].view(torch.uint8).view(torch.float8_e4m3fn)
+    assert torch.equal(numbers(finite), finite.float())
+    cut = finite.view(torch.uint8).view(2, -1).t().view(torch.float8_e4m3fn)
+    assert not cut.is_contiguous() and torch.equal(numbers(cut), cut.float())

@@ -80,7 +80,7 @@ class Quantized(StoredWeight):
         if self.storage.kind == "int4":
             pairs = codes.unflatten(1, (-1, self.run))
             codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-        values, scales = codes.to(wide), self._spread(self.scales[rows]).to(wide)
+        values, scales = numbers(codes).to(wide), self._spread(self.scales[rows]).to(wide)
         if self.zeros is not None:
             values -= self._spread(self.zeros[rows])
         elif self.storage.kind == "int4":
@@ -114,6 +114,18 @@ def _check_shape(piece: Piece, storage: Storage) -> None:
         raise LadderError(f"{where}: quantized matrices that are stored transposed are not supported")
     if storage.kind == "int4" and (inputs % storage.unit or (storage.layout != "compressed" and outputs % 8)):
         raise LadderError(f"{where}, into which its shape {shape} cannot be divided")
+
+
+def numbers(codes: Tensor) -> Tensor:
+    """Codes as numbers in float32. On a CPU torch converts fp8 one number at a time, eight times as slowly as its bits
+    are moved: those of e4m3, seven places further left, are a float16 whose exponent is less by 8.
+    """
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
+        return codes.float()
+    bits = codes.contiguous().view(torch.int8)
+    if bool((bits & 127 == 127).any()):  # NaN, which has other bits in float16
+        return codes.float()
+    return (bits.to(torch.int16) << 7 & ~(1 << 14)).view(torch.float16).float().mul_(256)
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------

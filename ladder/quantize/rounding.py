@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ladder.config.quantization import Storage
-from ladder.layers.quantized import CODES, MIDDLE
+from ladder.layers.quantized import CODES, MIDDLE, numbers
 
 # the least and the largest code, less by the zero of symmetric 4-bit codes
 RANGES = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
@@ -64,7 +64,7 @@ def round_to_nearest(
 
 def dequantized(rounded: Rounded, storage: Storage, dtype: torch.dtype) -> Tensor:
     """The matrix that readers get, computed in float32."""
-    values, shape = rounded.codes.float(), rounded.codes.shape
+    values, shape = numbers(rounded.codes), rounded.codes.shape
     if rounded.zeros is not None:
         values -= spread(rounded.zeros, shape, storage)
     elif storage.kind == "int4":

@@ -3,9 +3,9 @@
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ FILE_BYTES = 5_000_000_000  # of a file, or one tensor
 AHEAD = 2  # pieces that are being written, or wait to be
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,30 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
         while (item := coming.result()) is not None:
             coming = thread.submit(next, items, None)
             yield item
+
+
+@contextmanager
+def side_by_side(most: int) -> Iterator[Callable[[Callable[[T], R], Iterable[T]], Iterator[R]]]:
+    """A `map` by as many threads as there are cores, at most so many, each of which computes with one thread of torch.
+    Results come in order; no more items are taken than that the threads have something to do.
+    """
+    count, before = min(most, len(os.sched_getaffinity(0))), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+
+            def each(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+                working = deque[Future[R]]()
+                for item in items:
+                    working.append(pool.submit(function, item))
+                    if len(working) > count:
+                        yield working.popleft().result()
+                while working:
+                    yield working.popleft().result()
+
+            yield each
+    finally:
+        torch.set_num_threads(before)
 
 
 def entries(source: Directory) -> dict[str, Entry]:

@@ -6,10 +6,12 @@ biases) are copied. Everything is checked before the first byte is written, and 
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import sqrt
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,13 +30,17 @@ from ladder.progress import Progress
 from ladder.quantize.options import FORMATS, QuantizeOptions
 from ladder.quantize.packing import WORD, packed, planned, settings
 from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
-from ladder.quantize.tensors import Entry, Output, Spec, entries
+from ladder.quantize.tensors import Entry, Output, Spec, entries, side_by_side
 
-AT_A_TIME = 1 << 20  # weights, about
+AT_A_TIME = 1 << 18  # weights that a thread rounds, about: what a core keeps near
+THREADS = 8  # at most: memory grows with them
 COPIED = 4 << 20  # bytes of what is not rounded
 IN_TRANSFORMERS = ("fp8", "int4")  # formats of experts that it reads, without zero points
 # a matrix's name, where the rows begin, and the rows -> their codes
 Rounder = Callable[[str, int, Tensor], Rounded]
+Numbered: TypeAlias = tuple[int, Tensor]
+Written: TypeAlias = tuple[dict[str, Tensor], float, float]
+Each = Callable[[Callable[[Numbered], Written], Iterable[Numbered]], Iterator[Written]]  # map, or one by threads
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,12 @@ def quantize(
     check_space(out, after + sum(file.stat().st_size for file in others))
     error, done = _Error(), 0
     with new_folder(out) as folder:
-        with Output(folder, plan) as output:
+        # a rounder needs its matrices one after the other, and has torch's threads for itself
+        threads = side_by_side(THREADS) if rounder is None else nullcontext(map)
+        with Output(folder, plan) as output, threads as each:
             for name, entry in sorted(tensors.items(), key=_place) if rounder is not None else tensors.items():
                 if name in matrices:
-                    _quantize(name, entry, storage, output, rounder, error)
+                    _quantize(name, entry, storage, output, rounder, error, each)
                 else:
                     for piece in entry.pieces(COPIED):
                         output.write(name, piece)
@@ -143,24 +151,34 @@ def _matrices(source: Directory, options: QuantizeOptions) -> set[str]:
 
 
 def _quantize(
-    name: str, entry: Entry, storage: Storage, output: Output, rounder: Rounder | None, error: "_Error"
+    name: str, entry: Entry, storage: Storage, output: Output, rounder: Rounder | None, error: "_Error", each: Each
 ) -> None:
-    module, first = name.removesuffix(".weight"), 0
+    module = name.removesuffix(".weight")
     unit = max(storage.rows, WORD)  # rows of a block, or those whose zero points are a word
-    for weight in entry.rows(max(1, AT_A_TIME // entry.shape[1] // unit) * unit):
+    count = max(1, AT_A_TIME // entry.shape[1] // unit) * unit
+
+    def written(numbered: Numbered) -> Written:
+        number, weight = numbered
         exact = weight.float()
         if rounder is None:
             rounded = round_to_nearest(exact, storage, dtype=weight.dtype)
         else:
-            rounded = rounder(module, first, weight)
+            rounded = rounder(module, number * count, weight)
         if not bool(rounded.scales.isfinite().all()):
             raise LadderError(f"the tensor {name!r} holds values that are not finite (NaN or infinity)")
-        error.add(exact, rounded, storage)
-        for end, part in packed(rounded, storage).items():
+        wrong = dequantized(rounded, storage, torch.float32).sub_(exact)
+        return packed(rounded, storage), _square(wrong), _square(exact)
+
+    for parts, wrong, whole in each(written, enumerate(entry.rows(count))):
+        error.add(wrong, whole)
+        for end, part in parts.items():
             output.write(f"{module}.{end}", part)
-        first += len(weight)
     if storage.kind == "int4":
         output.write(f"{module}.weight_shape", torch.tensor(entry.shape))
+
+
+def _square(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) ** 2
 
 
 class _Error:
@@ -169,10 +187,10 @@ class _Error:
     def __init__(self) -> None:
         self._wrong, self._all = 0.0, 0.0
 
-    def add(self, exact: Tensor, rounded: Rounded, storage: Storage) -> None:
-        wrong = dequantized(rounded, storage, torch.float32).sub_(exact)
-        self._wrong += float(torch.linalg.vector_norm(wrong)) ** 2
-        self._all += float(torch.linalg.vector_norm(exact)) ** 2
+    def add(self, wrong: float, whole: float) -> None:
+        """Sums of squares: of the error of some weights, and of these weights."""
+        self._wrong += wrong
+        self._all += whole
 
     @property
     def relative(self) -> float:
