@@ -3,6 +3,7 @@
 python examples/tiny_checkpoint.py DIRECTORY [WIRING]
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
+from ladder.errors import LadderError
+from ladder.files import check_new
 from ladder.model import Decoder
 
 
@@ -26,10 +29,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def main(directory: Path, wiring: str = "standard") -> None:
     config = ModelConfig.named("tiny").rewired(wiring)
+    check_new(directory)
     save(load(Decoder(config), Random(seed=1, deviation=0.1)), directory)
     byte_tokenizer().save_pretrained(directory)
     print(f"wrote {directory}: tiny, {config.layers} layers, wiring {config.wiring}, random weights")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:3])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, help="new folder for the model")
+    parser.add_argument("wiring", nargs="?", default="standard", help="as in ladder or standard:2 ladder:2")
+    try:
+        main(**vars(parser.parse_args()))
+    except LadderError as error:
+        sys.exit(f"tiny_checkpoint.py: {error}")

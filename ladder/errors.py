@@ -26,7 +26,8 @@ def nearest(given: int, known: Iterable[int]) -> int:
 def hint(given: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the known one that was probably meant, or nothing."""
     names = {name.lower(): name for name in known}
-    found = get_close_matches(given.lower(), list(names), n=1, cutoff=ALIKE)
+    begun = [name for name in names if given and name.startswith(given.lower())]
+    found = begun or get_close_matches(given.lower(), list(names), n=1, cutoff=ALIKE)
     return f"; the nearest is {names[found[0]]!r}" if found else ""
 
 

@@ -1,14 +1,18 @@
 """New folders; atomic writing: a file appears under its name only when it is complete; lines that are appended."""
 
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ladder.errors import LadderError
+
+# what safetensors and torch.save say where the system refuses a write
+_IO_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "file write failed", "unexpected pos", "No space left")
 
 
 def check_new(out: Path) -> None:
@@ -68,6 +72,65 @@ def write_text(file: Path, text: str) -> None:
 def write_json(file: Path, value: Any) -> None:
     """The same of a JSON value, indented, its keys sorted."""
     write_text(file, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While the block runs no other process has this file or folder locked; refused where one has. The lock ends with
+    its process, however that ends. File systems without locks have none.
+    """
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LadderError(
+                    f"{path} is being written by another process: wait until it has ended, or name another"
+                ) from None
+        yield
+    finally:
+        os.close(opened)
+
+
+def check_unlocked(path: Path) -> None:
+    """Refuse what another process writes at this moment."""
+    if path.exists():
+        with locked(path):
+            pass
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder that files cannot be written into; it may be there already."""
+    if out.exists() and not out.is_dir():
+        raise LadderError(f"{out} is a file: name a folder")
+    writable(out)
+
+
+def check_appendable(file: Path) -> None:
+    """Refuse a file that lines cannot be appended to, before there are any."""
+    if file.is_dir():
+        raise LadderError(f"{file} is a directory: name a file, as in {file / 'lines.jsonl'}")
+    if not file.exists():
+        writable(file.absolute().parent)
+    elif not os.access(file, os.W_OK):
+        raise LadderError(f"{file} cannot be written")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Where files of a library's are written below `folder`: a full disk is an OSError that says so, whatever error
+    that library has for it.
+    """
+    try:
+        yield
+    except (LadderError, OSError):
+        raise
+    except Exception as error:
+        text = str(error)
+        if not any(sign in text for sign in _IO_ERRORS):
+            raise
+        raise OSError(f"{folder} cannot be written, the disk may be full: {text.splitlines()[0]}") from None
 
 
 class LineFile:

@@ -92,6 +92,12 @@ def canonical(name: str, proposed: Sequence[str] = EXAMPLES) -> str:
     raise LadderError(f"unknown wiring {name!r}: known are {known}{hint(name, proposed)}")
 
 
+def check_names(pattern: str) -> None:
+    """Refuse a pattern that has names of no row, whatever the number of layers."""
+    for item in pattern.split():
+        canonical(re.split("[:@]", item)[0])
+
+
 def row(name: str) -> Row:
     """The cycle of sub-blocks behind a row's name."""
     name = canonical(name)

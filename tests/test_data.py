@@ -258,7 +258,7 @@ def test_refused_files(run: Run, model: Path, tmp_path: Path) -> None:
         ("line 3 of .*no text 'text': its keys are 'body', 'n'", made("o.jsonl", rows + b'{"body": "", "n": 1}'), []),
         ("line 1 of .*no text 'body': its keys are 'text'", made("f.jsonl", rows), ["--field", "body"]),
         ("line 3 of .*no text 'text': its keys are none", made("list.jsonl", rows + b"[1]"), []),
-        ("line 3 of .*no text 'text'", made("number.jsonl", rows + b'{"text": 7}'), []),
+        ("line 3 of .*: the value of .text. is a number, not a text", made("number.jsonl", rows + b'{"text": 7}'), []),
         ("line 3 of .*no Unicode", made("half.jsonl", rows + b'{"text": "\\ud800"}'), []),
         ("no column 'text': its columns are 'number', 'lists', 'holes'", table, []),
         ("'number' of .* is no text, but int64", table, ["--field", "number"]),

@@ -10,6 +10,7 @@ with its share of the measured peak of a matrix product. `link` is `none` or `em
 the time of the first capture includes all compilation.
 """
 
+import argparse
 import gc
 import json
 import statistics
@@ -339,8 +340,10 @@ def main(only: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench.one_rank", description=__doc__)
+    parser.add_argument("measurement", nargs="*", help=f"which; default: all of {', '.join(MEASUREMENTS)}")
     try:
-        main(sys.argv[1:])
+        main(parser.parse_args().measurement)
     except LadderError as error:
         sys.stderr.write(f"one_rank: {error}\n")
         sys.exit(2)

@@ -12,6 +12,7 @@ medians over the rounds. The last all-reduce of a step has nothing to hide behin
 hidden.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -183,4 +184,6 @@ def work(comm: Comm, device: torch.device, setting: OverlapSetting) -> None:
 
 
 if __name__ == "__main__":
+    about = (__doc__ or "").split("\n\n")[0]
+    argparse.ArgumentParser(prog="python -m ladder.bench.overlap", description=about).parse_args()
     run_ranks(OverlapSetting.ranks, torch.device("cpu"), work, OverlapSetting())

@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from ladder.cli.verbs import bytes_bar, verb
+from ladder.data.check import check_tokenizing
 from ladder.options import argument, option
 
 
@@ -26,7 +27,9 @@ class DataOptions:
 @verb(DataOptions)
 def data(options: DataOptions) -> None:
     """Tokenize texts into a folder of memory-mapped shards, streamed, for training."""
-    from ladder.data.texts import tokenize
+    given = (options.file, options.out.resolve(), options.tokenizer, options.vocab, options.shard_tokens)
+    check_tokenizing(*given, options.field)
+    from ladder.data.texts import tokenize  # imports for seconds: not for what can be refused at once
 
     with bytes_bar("tokenizing") as progress:
         shards = tokenize(

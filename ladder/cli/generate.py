@@ -47,11 +47,11 @@ class Prompts:
 @verb(EngineOptions, Prompts, SamplingParams)
 def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) -> None:
     """Continue prompts with a model from a Hugging Face directory, under any wiring."""
-    from ladder.engine.executors.start import adopt_torchrun_size  # torch takes seconds to import: not for --help
+    given = prompts.all()
+    from ladder.engine.executors.start import adopt_torchrun_size  # torch takes seconds to import
     from ladder.engine.llm import LLM
     from ladder.engine.setup import Setup
 
-    given = prompts.all()
     setup = Setup(adopt_torchrun_size(engine))
     requests = setup.requests(given, sampling)
     with weights_bar(setup.weight_bytes) as progress:

@@ -11,6 +11,7 @@ from rich.table import Table
 from ladder.bench.sweep.options import BenchOptions
 from ladder.cli.verbs import steps_bar, verb
 from ladder.errors import LadderError
+from ladder.files import check_folder
 from ladder.options import argument, option
 from ladder.report.options import ReportOptions
 
@@ -51,6 +52,7 @@ def trace(options: TraceOptions) -> None:
     from ladder.plotting import load_pyplot
 
     load_pyplot()
+    check_folder(options.out)
     source = Random() if options.model is None else Directory(options.model)
     config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
     config.check_degree(options.tp)
@@ -116,7 +118,11 @@ def bench(options: BenchOptions) -> None:
                 if options.json:
                     typer.echo(json.dumps(row))
     except KeyboardInterrupt:
-        there = f"what is measured is in {options.out}" if options.out.exists() else "nothing is measured yet"
+        there = (
+            f"what is measured is in {options.out}"
+            if options.out.exists() and options.out.stat().st_size
+            else "nothing is measured yet"
+        )
         typer.echo(f"ladder: stopped: {there}, the same command continues", err=True)
         raise typer.Exit(130) from None
     if not options.json:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,13 @@ import typer
 from rich.console import Console
 
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
-from ladder.errors import LadderError
-from ladder.options import argument, option
+from ladder.config import DTYPES
+from ladder.config.fields import check_named
+from ladder.errors import LadderError, check_known
+from ladder.files import check_new
+from ladder.options import argument, check_least, option
 from ladder.quantize.options import CalibrationOptions, QuantizeOptions
+from ladder.wiring import check_names
 
 if TYPE_CHECKING:
     from ladder.hf.evaluate import Arm
@@ -30,7 +35,10 @@ class ConvertOptions:
 @verb(ConvertOptions)
 def convert(options: ConvertOptions) -> None:
     """Rewire a Hugging Face checkpoint: same weights, another wiring. It needs adaptation afterwards."""
-    from ladder.hf.convert import convert_from
+    check_new(options.out.resolve())
+    check_named(options.model)
+    check_names(options.wiring or "")
+    from ladder.hf.convert import convert_from  # imports for seconds: not for what can be refused at once
 
     with bytes_bar("copying") as progress:
         before, wiring = convert_from(options.model, options.out, options.wiring, options.revision, progress)
@@ -83,6 +91,7 @@ class EvalOptions:
     text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
     source: str | None = option(None, "The model that KL and greedy agreement are measured against.")
     batch: int = option(8, "Sequences at a time.")
+    tokens: int | None = option(None, "Only this many tokens of the text, from its start.")
     window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
     limit: int | None = option(None, "Only this many items of each task.")
     shots: int | None = option(None, "Examples before each item; default: the task's own number.")
@@ -98,7 +107,8 @@ class EvalOptions:
 @verb(EvalOptions, name="eval")
 def evaluate(options: EvalOptions) -> None:
     """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL and greedy agreement."""
-    from ladder.hf.evaluate import evaluate, table
+    _check(options)
+    from ladder.hf.evaluate import evaluate, table  # imports for seconds: not for what can be refused at once
 
     arms = [_arm(model, wiring, options.backbone) for model in options.model for wiring in options.wiring or (None,)]
     if options.backbone is not None and all(arm.wrap is None for arm in arms):
@@ -115,10 +125,31 @@ def evaluate(options: EvalOptions) -> None:
         )
     if options.json:
         for row in rows:
-            typer.echo(json.dumps(row))
+            numbers = {key: None if isinstance(it, float) and not isfinite(it) else it for key, it in row.items()}
+            typer.echo(json.dumps(numbers, allow_nan=False))
     else:
         console = Console()
         console.print(table(rows, console))
+    for row in rows:
+        if not isfinite(row["value"]):
+            raise LadderError(
+                f"{row['model']} under {row['wiring']}: {row['measure']} is {row['value']}: its output is not finite; "
+                "look for weights that are not (ladder generate --check names them), or give a wider --dtype"
+            )
+
+
+def _check(options: EvalOptions) -> None:
+    """What can be refused before a model's config is read."""
+    if not options.task and options.text is None:
+        raise LadderError("nothing to measure: name at least one model, and a task or a text file")
+    if options.text is not None and not options.text.is_file():
+        raise LadderError(f"{options.text} is not a file" if options.text.exists() else f"no such file: {options.text}")
+    check_least(options, batch=1, limit=1, shots=0, tokens=1)
+    check_known("dtype", options.dtype, ("auto", *DTYPES))
+    for pattern in options.wiring:
+        check_names(pattern)
+    for model in (*options.model, *filter(None, (options.source, options.backbone))):
+        check_named(model)
 
 
 def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":

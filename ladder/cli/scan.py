@@ -12,8 +12,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ladder.cli.verbs import steps_bar, verb
-from ladder.errors import LadderError
+from ladder.config import DTYPES
+from ladder.config.fields import check_named
+from ladder.errors import LadderError, check_known
 from ladder.scan.options import ScanOptions
+from ladder.wiring import canonical
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,11 @@ CHARACTERS = 64  # of a text that are read for each token that is wanted: more t
 @verb(ScanOptions)
 def scan(options: ScanOptions) -> None:
     """Find the layers that another wiring damages least: each alone, growing sets, and a set to adapt."""
+    check_named(options.model)
+    check_known("dtype", options.dtype, ("auto", *DTYPES))
+    canonical(options.wiring)
+    if not options.data.exists():
+        raise LadderError(f"no such file: {options.data}")
     from ladder.plotting import load_pyplot, plot_style
     from ladder.scan.plot import draw
     from ladder.scan.propose import propose
@@ -60,19 +68,16 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     """All input is checked before a weight is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ladder.config import DTYPES
     from ladder.devices import device
     from ladder.hf.families import refuse_other_than_decoders
     from ladder.hf.load import dtype_for, pretrained, quiet
-    from ladder.scan.checkpoints import refuse_quantized
+    from ladder.scan.checkpoints import refuse_not_finite, refuse_quantized
     from ladder.scan.probe import checked_row, layers_to_scan, original_wiring
     from ladder.scan.propose import check_reach, check_wishes, size_between, size_for
     from ladder.scan.scan import extend, scan
 
     check_wishes(options.budget, options.speed)
     row = checked_row(options.wiring)
-    if options.dtype not in ("auto", *DTYPES):
-        raise LadderError(f"unknown dtype {options.dtype!r}: known are auto, {', '.join(DTYPES)}")
     device(options.device)
     with quiet(), steps_bar("loading") as progress:
         config = pretrained(AutoConfig, options.model)
@@ -89,6 +94,7 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
             check_reach(options.speed, own, layers, row, predictor)
         dtype = dtype_for(options.model, options.dtype, options.device)
         model = pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device)
+        refuse_not_finite(model, options.model)
         counted = (sequences[:, 1:].numel(), 0 if to_fit is None else to_fit.numel())
         report = _json_printer(options, *counted, {}) if options.json else None
         found = scan(model, sequences, row, options.points, options.greedy, options.batch, progress, to_fit, report)

@@ -5,8 +5,13 @@ from typing import Any
 import typer
 
 from ladder.cli.verbs import steps_bar, verb
+from ladder.config.fields import check_named
+from ladder.data.check import check_training_data
+from ladder.files import check_new, writable
 from ladder.scan.options import FitOptions
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.train.recipes import check_start
+from ladder.wiring import check_names
 
 
 @verb(FitOptions)
@@ -14,7 +19,11 @@ def fit(options: FitOptions) -> None:
     """Fit a model's weights to another wiring by least squares, layer by layer: no training. Train the result further
     with ladder adapt --init-from.
     """
-    from ladder.scan.fit import fit
+    check_named(options.model)
+    check_new(options.out.resolve())
+    check_names(options.wiring)
+    check_training_data(options.data)
+    from ladder.scan.fit import fit  # imports for seconds: not for what can be refused at once
     from ladder.scan.fit_inputs import fit_inputs, reads_inputs
 
     with steps_bar("loading") as progress:
@@ -35,7 +44,11 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
     """Train a model under another wiring by self-distillation from its original. Continues a run that was stopped;
     under torchrun on several GPUs and machines.
     """
-    from ladder.scan.fit_inputs import reads_inputs
+    check_named(options.model)
+    writable(options.out)
+    check_names(options.wiring)
+    _check_data(training)
+    from ladder.scan.fit_inputs import reads_inputs  # imports for seconds: not for what can be refused at once
     from ladder.train.distill import adapt
     from ladder.train.distill_inputs import adapt_inputs
 
@@ -47,11 +60,21 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
 @verb(ScratchOptions, TrainingOptions)
 def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[str]) -> None:
     """Train a model of any wiring from scratch."""
-    from ladder.train.scratch import train
+    writable(options.out)
+    check_names(options.wiring)
+    check_start(options.size, options.recipe)
+    _check_data(training)
+    from ladder.train.scratch import train  # imports for seconds: not for what can be refused at once
 
     with steps_bar("loading") as progress:
         found = train(options, training, progress, named)
     _print_evaluation(found, f"wrote {options.out}")
+
+
+def _check_data(training: TrainingOptions) -> None:
+    check_training_data(training.data)
+    if training.valid is not None:
+        check_training_data(training.valid)
 
 
 def _print_evaluation(found: dict[str, Any], done: str) -> None:

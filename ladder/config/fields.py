@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,11 +29,22 @@ def read_text(path: Path) -> str:
         raise LadderError(f"{path} cannot be read: {error}") from None
 
 
+def check_named(name: str) -> None:
+    """Refuse what is neither a directory nor spelled as a model of the hub."""
+    try:
+        there = Path(name).is_dir()
+    except OSError:  # a name that is too long, for one
+        there = False
+    if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise LadderError(f"{name[:200]} is neither a directory nor the name of a model on the hub, as in org/name")
+
+
 def check_no_side(directory: Path) -> None:
     """A side network is no model of its own."""
     if (directory / SIDE).is_file() and not (directory / "config.json").exists():
         raise LadderError(
-            f"{directory} is a side network: name the model it stands beside; `ladder eval` measures both"
+            f"{directory} is a side network, which runs beside its model in transformers alone: `ladder eval` measures "
+            "it, and its README.md shows how to load it in Python"
         )
 
 

@@ -162,7 +162,13 @@ def _lines(file: Path, field: str) -> Iterator[tuple[str, str, int]]:
             except (ValueError, RecursionError) as error:
                 raise LadderError(f"{where} is no JSON: {error}") from None
             text = row.get(field) if isinstance(row, dict) else None
-            if not isinstance(text, str):
+            if text is not None and not isinstance(text, str):
+                kind = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+                raise LadderError(
+                    f"{where}: the value of {field!r} is {kind[type(text)]}, not a text: choose another "
+                    "key with --field"
+                )
+            if text is None:
                 keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "none"
                 raise LadderError(f"{where} has no text {field!r}: its keys are {keys}; choose one with --field")
             yield text, where, at()

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ladder.config.fields import read_json, whole_number
+from ladder.data.check import INDEX, check_tokens
 from ladder.errors import LadderError
 from ladder.files import write_json
 
 VERSION = 1
-INDEX = "shards.json"
 TOKENIZER = "tokenizer"
 EDGE = 4096  # tokens of a shard's beginning and end that are checked when it is opened
 MAPS = 256  # shards that are open at a time, at most: each takes a file descriptor
@@ -115,10 +115,7 @@ class Shards:
     def open(cls, folder: Path) -> "Shards":
         """The folder that `ladder data` made, complete as far as lengths and the edges of its files tell."""
         folder = Path(folder)
-        if not folder.is_dir():
-            raise LadderError(f"no such folder of tokens: {folder}; ladder data makes one")
-        if not (folder / INDEX).exists():
-            raise LadderError(f"{folder} has no {INDEX}: name a folder that ladder data made")
+        check_tokens(folder)
         index = ShardIndex.read(folder / INDEX)
         if not index.tokens:
             raise LadderError(f"{folder} has no tokens: run ladder data again")

@@ -7,7 +7,6 @@ What looks like one of the tokenizer's special tokens becomes that token, as it 
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ladder.data.documents import Piece, check_files, documents
-from ladder.data.shards import INDEX, TOKENIZER, Shards, ShardWriter
+from ladder.data.check import END, INDEX, check_tokenizer_named, check_tokenizing
+from ladder.data.documents import Piece, documents
+from ladder.data.shards import TOKENIZER, Shards, ShardWriter
 from ladder.errors import LadderError
-from ladder.files import check_new, new_folder
+from ladder.files import new_folder
 from ladder.hf.load import pretrained, quiet  # ladder.hf also registers wired checkpoints with AutoTokenizer
 from ladder.progress import Progress
 
-END = "<|end|>"  # of a text, for tokenizers that are trained here
-BYTES = 256  # entries that every byte-level tokenizer has
-LARGEST = 1 << 20  # entries of a tokenizer that is trained here
 SAMPLE = 64 << 20  # bytes of text that it is trained on, at most
 SHARD = 1 << 27  # tokens of a shard
 BATCH = 1 << 22  # characters that are tokenized at a time, on all cores
@@ -44,14 +41,7 @@ def tokenize(
     `vocab` entries that is trained on the beginning of each file. The folder has its name only when it is complete.
     """
     files, out = [Path(file) for file in files], Path(out).resolve()
-    if (tokenizer is None) == (vocab is None):
-        raise LadderError("name either a tokenizer (--tokenizer DIR) or the size of a new one (--vocab N)")
-    if shard_tokens < 1:
-        raise LadderError(f"shards of {shard_tokens} tokens: at least 1 is needed (--shard-tokens)")
-    if vocab is not None and not BYTES < vocab <= LARGEST:
-        raise LadderError(f"a vocabulary of {vocab}: {BYTES + 1} (all bytes and {END}) to {LARGEST} are possible")
-    check_files(files, field)
-    check_new(out)
+    check_tokenizing(files, out, tokenizer, vocab, shard_tokens, field)
     loaded = train_tokenizer(files, vocab, field) if vocab is not None else load_tokenizer(tokenizer)
     if loaded.eos_token_id is None:
         raise LadderError(
@@ -106,8 +96,7 @@ def load_tokenizer(tokenizer: Any) -> Any:
     """A fast one, from a directory, from the hub by org/name, or as it is."""
     if isinstance(tokenizer, str | Path):
         name = str(tokenizer)
-        if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            raise LadderError(f"no such tokenizer directory: {name[:200]}; one of the hub is named as in org/name")
+        check_tokenizer_named(name)
         if (Path(name) / INDEX).is_file():  # a folder of ours, with the tokenizer that it was made by
             name = str(Path(name) / TOKENIZER)
         with quiet():

@@ -66,6 +66,17 @@ class Setup:
         self.tokenizer = load_tokenizer(options.model, config.vocab) if tokenizer else None
         self.tokenizing = threading.Lock()  # tokenizers may not encode in two threads at once
 
+    @property
+    def rewired_remark(self) -> str | None:
+        """What is to be said where the weights were trained under another wiring than the one they are run with."""
+        own = self.directory.config.wiring
+        if own == self.config.wiring:
+            return None
+        return (
+            f"the weights of {self.options.model} are those of the wiring '{own}', and are run as "
+            f"'{self.config.wiring}': without adaptation (ladder adapt) the text is poor"
+        )
+
     def requests(self, prompts: Sequence[Prompt], params: SamplingParams, first: int = 0) -> list[Request]:
         """Tokenize and check the prompts. Results are numbered from `first`: the first prompt's, the second's, ..."""
         if isinstance(prompts, str | bytes):

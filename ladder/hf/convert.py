@@ -6,7 +6,6 @@ checked before the first byte is written, and the folder appears under its name 
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from ladder.checkpoint import INDEX, SINGLE, weight_files
 from ladder.config.families import FAMILIES as NATIVE
-from ladder.config.fields import read_config
+from ladder.config.fields import check_named, read_config
 from ladder.config.hf import KEYS
 from ladder.config.lock import TOWERS, locked, shared_norm_of, unlocked, wiring_of
 from ladder.config.quantization import READERS
@@ -64,8 +63,7 @@ def convert_from(
     source = Path(model)
     if source.is_dir():
         return _convert(source, source.resolve().name, out, wiring, progress)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise LadderError(f"no such model directory: {model[:200]}; a model of the hub is named as in org/name")
+    check_named(model)
     with new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
         _download(model, revision, folder)
         return _convert(folder, model, out, wiring, progress, move=True)

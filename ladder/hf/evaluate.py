@@ -32,6 +32,7 @@ from ladder.hf.rewire import rewire
 from ladder.progress import Progress
 from ladder.wiring import Wiring
 
+CHARACTERS = 64  # of a text that are read for each token that is wanted
 CAPTION = "value ± standard error; * of a difference: not paired"
 
 
@@ -77,6 +78,7 @@ def evaluate(
     source: str | None = None,
     batch: int = 8,
     window: int | None = None,
+    tokens: int | None = None,
     limit: int | None = None,
     shots: int | None = 0,
     device: str = "cpu",
@@ -86,11 +88,11 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """One row per arm and measure, with the difference to the first arm.
 
-    `text`: a file to measure perplexity on, and with `source` (a model as it stands) KL(source || model) and greedy
-    agreement, all in the same windows. `limit`: items per task. `shots`: None for what each task says. Items longer
-    than a model's context lose their beginning, as lm-eval has it. `progress` counts each arm's
-    text and each of its tasks from zero. All input is checked before a model is loaded, and side networks with their
-    models before anything is measured; one arm is in memory at a time.
+    `text`: a file to measure perplexity on, `tokens` of it from its start, and with `source` (a model as it stands)
+    KL(source || model) and greedy agreement, all in the same windows. `limit`: items per task. `shots`: None for what
+    each task says. Items longer than a model's context lose their beginning, as lm-eval has it. `progress` counts each
+    arm's text and each of its tasks from zero. All input is checked before a model is loaded, and side networks with
+    their models before anything is measured; one arm is in memory at a time.
     """
     if not arms or (not tasks and text is None):
         raise LadderError("nothing to measure: name at least one model, and a task or a text file")
@@ -105,8 +107,8 @@ def evaluate(
     progress = progress or (lambda done, total, what: None)
     with quiet():
         words = None if text is None else read(Path(text))
-        ready = [_prepare(arm, words, window) for arm in arms]
-        origin = None if source is None else _prepare(Arm(source), words, window)
+        ready = [_prepare(arm, words, window, tokens) for arm in arms]
+        origin = None if source is None else _prepare(Arm(source), words, window, tokens)
         if len({(each.arm.shown_name, each.wiring) for each in ready}) < len(ready):
             raise LadderError("a model is named twice with the same wiring")
         for each in ready:
@@ -188,7 +190,7 @@ def _rows(each: _Prepared, estimates: dict[str, Estimate], first: dict[str, Esti
         yield row | dict(zip(("difference", "difference_stderr", "paired"), difference, strict=True))
 
 
-def _prepare(arm: Arm, words: str | None, window: int | None) -> _Prepared:
+def _prepare(arm: Arm, words: str | None, window: int | None, most: int | None) -> _Prepared:
     config = pretrained(AutoConfig, arm.model)
     refuse_other_than_decoders(arm.model, config.model_type)
     inner = config.get_text_config()
@@ -200,7 +202,9 @@ def _prepare(arm: Arm, words: str | None, window: int | None) -> _Prepared:
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest >= inner.vocab_size:
         raise LadderError(f"{arm.model}: the tokenizer's ids go up to {largest}, the model has {inner.vocab_size}")
-    tokens = [] if words is None else list(tokenizer(words)["input_ids"])
+    if words is not None and most is not None:
+        words = words[: CHARACTERS * most]  # more than so many tokens have
+    tokens = [] if words is None else list(tokenizer(words)["input_ids"])[:most]
     if words is not None and len(tokens) < 2:
         raise LadderError(f"the text has {len(tokens)} tokens for {arm.model}: at least 2 are needed")
     length = checked_window(config, window)

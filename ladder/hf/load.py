@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from ladder.config.fields import ADAPTER, check_no_side
+from ladder.config.fields import ADAPTER, check_named, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
 from ladder.devices import computing_dtype, device
 from ladder.errors import LadderError
@@ -26,9 +27,8 @@ SURELY = 16  # a model surely fits where its files and the bytes for each weight
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
     """`auto.from_pretrained` of a directory or a hub id. Weights of compressed-tensors are dequantized."""
+    check_named(name)
     local = Path(name).is_dir()
-    if not local and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise LadderError(f"{name} is neither a directory nor the name of a model on the hub, as in org/name")
     if auto.__name__ != "AutoTokenizer":
         check_no_side(Path(name))
     if local:
@@ -127,9 +127,12 @@ def _quantized(auto: Any, name: str, config: Any, options: dict[str, Any]) -> An
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error says, and the next where that only begins a list."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].rstrip().endswith(":")])
+    """The first line of what an error says, and where that only begins a list, the list."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    if not lines[0].endswith(":"):
+        return lines[0]
+    listed = takewhile(lambda line: re.match(r"[(\d*-]|and\b|or\b", line), lines[1:])
+    return " ".join([lines[0], *(list(listed) or lines[1:2])]).rstrip(",;")
 
 
 @contextmanager

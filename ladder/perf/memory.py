@@ -73,8 +73,8 @@ def check_memory(what: str, need: Need, room: float, where: str, ways: Callable[
     if need.total <= room:
         return
     raise TooLarge(
-        f"{what} needs {need.total / 1e9:.1f} GB on {where} ({need.weights / 1e9:.1f} GB of weights, "
-        f"{need.cache / 1e9:.1f} GB of keys and values), which has {room / 1e9:.1f} GB to use: "
+        f"{what} needs {size_text(need.total)} on {where} ({size_text(need.weights)} of weights, "
+        f"{size_text(need.cache)} of keys and values), which has {size_text(room)} to use: "
         f"try {' or '.join(ways())}"
     )
 

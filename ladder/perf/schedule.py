@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ladder.wiring import Out, SubBlock
+from ladder.wiring import Out, SubBlock, Wiring
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class Account:
     def exposed(self) -> float:
         """What the all-reduces cost."""
         return self.waited + self.slowed
+
+
+def hideable(wiring: Wiring) -> int:
+    """All-reduces of a pass beside which some sub-block computes: none of `standard`, all but the last of `ladder`."""
+    account = walk([(block, 1.0) for layer in wiring.sub_blocks() for block in layer], 1.0, first=False)
+    return round(account.comm - account.waited)
 
 
 def walk(

@@ -10,6 +10,7 @@ from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
+from ladder.files import writing
 from ladder.hf.convert import beside
 from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
@@ -43,6 +44,13 @@ def refuse_quantized(model: str, config: Any, instead: str) -> None:
     """Refuse to change weights that are quantized."""
     if (method := quantizer_of(config)) is not None:
         raise LadderError(f"the weights of {model} are quantized ({method}): {instead}")
+
+
+def refuse_not_finite(model: Any, name: str) -> None:
+    """Refuse weights that nothing can be learned or solved with."""
+    for parameter, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            raise LadderError(f"{name}: the tensor {parameter!r} holds values that are not finite (NaN or infinity)")
 
 
 def refuse_local(wiring: Wiring) -> None:
@@ -85,12 +93,13 @@ def read_tokenizer(model: str, config: Any, *folders: Path | None) -> Any:
 
 def write_model(model: Any, folder: Path) -> None:
     """A model's files, readable by all users."""
-    if model.can_generate():
-        own, model.generation_config = model.generation_config, type(model.generation_config)()
-        model.save_pretrained(folder)
-        own.to_json_file(folder / "generation_config.json")  # as it was, whether or not transformers would accept it
-    else:
-        model.save_pretrained(folder)
+    with writing(folder):
+        if model.can_generate():
+            own, model.generation_config = model.generation_config, type(model.generation_config)()
+            model.save_pretrained(folder)
+            own.to_json_file(folder / "generation_config.json")  # as it was, though transformers may not accept it
+        else:
+            model.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors creates it for its owner alone
 

@@ -20,7 +20,14 @@ from ladder.hf.card import fitted_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance, perplexity
 from ladder.progress import Progress
-from ladder.scan.checkpoints import read_original, read_tokenizer, refuse_local, refuse_quantized, write_model
+from ladder.scan.checkpoints import (
+    read_original,
+    read_tokenizer,
+    refuse_local,
+    refuse_not_finite,
+    refuse_quantized,
+    write_model,
+)
 from ladder.scan.options import FitOptions
 from ladder.scan.solve import solve
 from ladder.wiring import Wiring
@@ -44,6 +51,7 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
     out = options.out.resolve()
     check_new(out)
     with quiet():
+        Shards.open(options.data)  # a folder that is not there is told of first
         config, wiring = read_original(options.model, options.wiring, options.seq_len)
         refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
         if wiring.is_standard:
@@ -94,6 +102,7 @@ def _fitted(
     """The model, its weights of the original's dtype, and what was measured."""
     dtype = computing_dtype(options.dtype, options.device_type)
     original = pretrained(AutoModelForCausalLM, options.model, dtype=dtype).to(options.device_type)
+    refuse_not_finite(original, options.model)
     own = pretrained(AutoConfig, options.model).dtype or torch.float32
     model = rewire(copy.deepcopy(original), wiring)
 

@@ -34,7 +34,9 @@ class FitOptions:
     def __post_init__(self) -> None:
         check_types(self)
         check_solving(self)
-        _ = self.device_type
+        check_known("device", self.device, ("auto", "cpu", "cuda"))
+        if self.device == "cuda":
+            _ = self.device_type  # refused where there is none
 
     @property
     def device_type(self) -> str:

@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ladder.config.families import FAMILIES as NATIVE
+from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
@@ -18,7 +19,13 @@ from ladder.hf.convert import convert
 from ladder.hf.load import pretrained, quantizer_of, quiet, reason, weight_count
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.progress import Progress
-from ladder.scan.checkpoints import check_init_from, read_original, read_tokenizer, refuse_quantized
+from ladder.scan.checkpoints import (
+    check_init_from,
+    read_original,
+    read_tokenizer,
+    refuse_not_finite,
+    refuse_quantized,
+)
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
@@ -72,6 +79,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         frozen = options.method == "side" or quantizer is not None
         dtype = _dtype(training) if frozen else torch.float32  # trained weights are float32
         model = pretrained(AutoModelForCausalLM, str(options.init_from or options.model), dtype=dtype)
+        refuse_not_finite(model, str(options.init_from or options.model))
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # for the model's new parameters
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
@@ -95,6 +103,7 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     """The wiring, the tokenizer, and the quantizer of the weights to start from; all that cannot be done is refused
     here.
     """
+    Shards.open(training.data)  # a folder that is not there is told of first
     config, wiring = read_original(options.model, options.wiring, training.seq_len)
     if options.examples is not None:
         raise LadderError("--examples counts examples of a file of inputs, this model reads tokens: give --tokens")
@@ -119,6 +128,11 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
     if options.teacher_top and options.teacher_cache.resolve() == options.out.resolve():
         raise LadderError(f"{options.out} is where the run goes: name another --teacher, or none")
+    if options.method == "lora" and options.lora_rank > config.hidden_size:
+        raise LadderError(
+            f"--lora-rank {options.lora_rank} is more than the model's width of {config.hidden_size}: an adapter of so "
+            "many is no smaller than the weights, give a lower rank"
+        )
     if options.method == "lora" and find_spec("peft") is None:
         raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
     if options.init_from is not None:

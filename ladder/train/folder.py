@@ -11,13 +11,16 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 from ladder.config.fields import read_json
+from ladder.engine.executors.control import torchrun_rank
 from ladder.errors import LadderError
-from ladder.files import writable, write_json
+from ladder.files import check_unlocked, locked, writable, write_json
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
@@ -65,6 +68,9 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
     writable(out)
     if not out.exists() or not any(out.iterdir()):
         return
+    own = torchrun_rank()
+    if own is None or own.rank == 0:
+        check_unlocked(out)
     if not (out / RUN).exists():
         raise LadderError(f"{out} is there already, and no run of ours: name a new folder")
     before = _read_run(out)
@@ -76,7 +82,11 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
         if before.get(CONTENTS, {}).get(name) != value:
             raise LadderError(f"{wanted[name]} has changed since {out} was started: name a new folder")
     if before.get(FINISHED):
-        raise LadderError(f"{out} is finished: name a new folder")
+        raise _finished(out)
+
+
+def _finished(out: Path) -> LadderError:
+    return LadderError(f"{out} is finished: name a new folder")
 
 
 def _read_run(out: Path) -> dict[str, Any]:
@@ -90,11 +100,17 @@ def finished(out: Path) -> bool:
     return (out / RUN).exists() and bool(read_json(out / RUN).get(FINISHED))
 
 
-def start(out: Path, wanted: dict[str, Any]) -> None:
+@contextmanager
+def owned(out: Path, wanted: dict[str, Any]) -> Iterator[None]:
+    """The run's folder, begun or continued: no other process writes it while the block runs."""
     out.mkdir(parents=True, exist_ok=True)
-    for left in out.glob(f"{FINAL}*"):  # by a run that was killed at its end
-        shutil.rmtree(left, ignore_errors=True)
-    write_json(out / RUN, wanted)
+    with locked(out):
+        if finished(out):
+            raise _finished(out)
+        for left in out.glob(f"{FINAL}*"):  # by a run that was killed at its end
+            shutil.rmtree(left, ignore_errors=True)
+        write_json(out / RUN, wanted)
+        yield
 
 
 def finish(out: Path) -> None:

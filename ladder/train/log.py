@@ -43,7 +43,9 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
         line = state.log_history[-1]
         if not math.isfinite(loss := line.get("loss", line.get("eval_loss", 0.0))):
-            raise LadderError(f"the loss is {loss} at step {state.global_step}: there is no model; try a smaller --lr")
+            raise LadderError(
+                f"the loss is {loss} at step {state.global_step}: there is no model; try a smaller --lr in a new folder"
+            )
         name, each = self._options.counted
         line[name] = state.global_step * each
         if "loss" in line:

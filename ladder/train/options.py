@@ -10,6 +10,7 @@ from ladder.options import argument, check_least, check_types, option
 METHODS = ("full", "layers", "lora", "side")
 WHOLE = ("full", "layers")  # those that train weights as they are
 SCHEDULES = ("cosine", "linear", "constant")
+DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("adamw", "muon")
 STALENESS_WAYS = ("together", "first", "last", "chance")
 
@@ -73,7 +74,9 @@ class TrainingOptions:
             raise LadderError("--optimizer muon needs whole matrices, which --fsdp takes apart: leave one out")
         check_known("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         check_known("compile", self.compile, ("auto", "yes", "no"))
-        _ = self.device_type
+        check_known("device", self.device, DEVICES)
+        if self.device == "cuda":
+            _ = self.device_type  # refused where there is none
 
     @property
     def steps(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ladder.config import ModelConfig
-from ladder.errors import check_known
+from ladder.errors import LadderError, check_known
 from ladder.train.options import TrainingOptions
 
 
@@ -53,3 +53,14 @@ RECIPES: dict[str, Recipe] = {
         _SMALL | {"tokens": 600_000_000, "lr": 4e-3, "batch": 128, "micro_batch_size": 128},
     ),
 }
+
+
+def check_start(size: str | None, named: str | None) -> None:
+    """Refuse what is not either a known size or a known recipe."""
+    if (size is None) == (named is None):
+        known = ", ".join(f"{name} ({row.what})" for name, row in RECIPES.items())
+        raise LadderError(f"give either --size or --recipe; recipes are {known}")
+    if size is not None:
+        ModelConfig.named(size)
+    else:
+        recipe(str(named))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ladder.data.shards import TOKENIZER, EvenSample, Sequences, Shards
 from ladder.engine.executors.control import torchrun_rank
 from ladder.errors import LadderError
+from ladder.files import writing
 from ladder.hf.load import quiet
 from ladder.hf.wire import layers_of, unwrapped
 from ladder.perf.memory import USABLE, TooLarge, check_host, size_text
@@ -95,26 +96,41 @@ def run_training(
     """
     with quiet(), _compiling() if options.compiled else nullcontext():
         args = arguments(options, out / folder.CHECKPOINTS)
-        checkpoint = folder.newest_checkpoint(out / folder.CHECKPOINTS)
+        folder.newest_checkpoint(out / folder.CHECKPOINTS)  # a damaged one is refused before a model is read
         data = open_data(options, args.world_size)
         task = make(data, args)
         args.distributed_state.wait_for_everyone()  # until then the other ranks read what is in `out`
-        if args.process_index == 0:
-            folder.start(out, wanted)
-        train = task.sequences()
-        if options.precision == "bfloat16" and isinstance(data, TrainingData):
-            unwrapped(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
-        if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
-            compile_layers(getattr(task.model, "network", unwrapped(task.model)))
-        parts = (task.weights, task.teacher, options, task.staleness, progress)
-        trainer = kind(task.model, args, train, data.valid, *parts)
-        last = trainer.run(checkpoint)
-        task.finish(trainer, out / folder.FINAL)
-        trainer.accelerator.wait_for_everyone()
-        if args.process_index == 0:
-            folder.finish(out)
+        with folder.owned(out, wanted) if args.process_index == 0 else nullcontext():
+            args.distributed_state.wait_for_everyone()
+            last = _trained(out, options, task, data, args, progress, kind)
     name, each = options.counted
     return {"main": args.process_index == 0, name: options.steps * each, **last}
+
+
+def _trained(
+    out: Path,
+    options: TrainingOptions,
+    task: TrainingTask,
+    data: Any,
+    args: Any,
+    progress: Progress,
+    kind: type[LadderTrainer],
+) -> dict[str, float]:
+    """Trains to the end, and writes the model; returns the last evaluation."""
+    train = task.sequences()
+    if options.precision == "bfloat16" and isinstance(data, TrainingData):
+        unwrapped(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
+    if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
+        compile_layers(getattr(task.model, "network", unwrapped(task.model)))
+    parts = (task.weights, task.teacher, options, task.staleness, progress)
+    trainer = kind(task.model, args, train, data.valid, *parts)
+    last = trainer.run(folder.newest_checkpoint(out / folder.CHECKPOINTS))
+    with writing(out):
+        task.finish(trainer, out / folder.FINAL)
+    trainer.accelerator.wait_for_everyone()
+    if args.process_index == 0:
+        folder.finish(out)
+    return last
 
 
 def check_memory(what: str, count: int, each: float, options: TrainingOptions, sharers: int = 1) -> None:

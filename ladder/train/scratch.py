@@ -23,7 +23,7 @@ from ladder.progress import Progress
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import ScratchOptions, TrainingOptions
-from ladder.train.recipes import RECIPES, recipe
+from ladder.train.recipes import check_start, recipe
 from ladder.train.run import TRAINED_BYTES, TrainingData, TrainingTask, check_memory, run_training, save_trained
 from ladder.train.tensor_parallel import loop
 from ladder.wiring import Wiring
@@ -80,9 +80,7 @@ def train(
 def _chosen(
     options: ScratchOptions, training: TrainingOptions, named: Collection[str] | None
 ) -> tuple[ModelConfig, TrainingOptions]:
-    if (options.size is None) == (options.recipe is None):
-        known = ", ".join(f"{name} ({row.what})" for name, row in RECIPES.items())
-        raise LadderError(f"give either --size or --recipe; recipes are {known}")
+    check_start(options.size, options.recipe)
     if options.recipe is not None:
         row = recipe(options.recipe)
         return row.config, row.filled(training, named)

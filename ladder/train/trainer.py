@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ladder.errors import LadderError
+from ladder.files import writing
 from ladder.hf import set_staleness
 from ladder.hf.measures import perplexity_of
 from ladder.progress import Progress
@@ -269,7 +270,8 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Older checkpoints go only when all ranks have written all of the new one."""
-        super()._save_checkpoint(model, trial)
+        with writing(Path(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             every = Path(self.args.output_dir)

@@ -27,6 +27,7 @@ from ladder.layers.cache import KVCache
 from ladder.model import Decoder
 from ladder.perf.arms import wiring_of
 from ladder.perf.costs import ELEMENT_BYTES, RankCosts
+from ladder.perf.schedule import hideable
 from ladder.wiring import Wiring
 
 PROMPT_SECONDS = 1.0  # for all of one arm's prompts, if that allows for more than FEWEST
@@ -212,7 +213,7 @@ class Timings:
 
 def figures(cell: Cell, config: ModelConfig, timings: Timings, peak: dict[str, float]) -> dict[str, Any]:
     """A line's figures. `all_reduces` are a step's, the embedding's included; `comm_ms` is theirs and the all-gather's,
-    all of which `none` does without: `exposed_ms` has them too.
+    all of which `none` does without: `exposed_ms` has them too, and at least those that no wiring of this kind hides.
     """
     costs = RankCosts(config, cell.tp, ELEMENT_BYTES[cell.dtype])
     ttft, first, step = statistics.median(timings.firsts), spread(timings.firsts), spread(timings.steps)
@@ -224,7 +225,9 @@ def figures(cell: Cell, config: ModelConfig, timings: Timings, peak: dict[str, f
         0 if cell.tp == 1 or _without_communication(cell) else Wiring.parse(cell.wiring, cell.layers).all_reduces() + 1
     )
     comm = all_reduces * timings.all_reduce + timings.all_gather if all_reduces else 0.0
-    exposed = max(0.0, tpot - timings.none)
+    # what nothing computes beside is exposed, though a process that was descheduled meanwhile would not see it
+    beside = hideable(Wiring.parse(cell.wiring, cell.layers)) if all_reduces else 0
+    exposed = max(0.0, tpot - timings.none, comm - beside * timings.all_reduce)
     half = cell.dtype in ("bfloat16", "float16") or cell.device == "cpu"  # a GPU's peak is that of bfloat16
     return {
         "ttft_ms": round(ttft, 4),

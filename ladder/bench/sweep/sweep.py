@@ -3,6 +3,7 @@ soon as the cell is measured, and are not measured again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import groupby
@@ -21,7 +22,7 @@ from ladder.bench.sweep.options import BenchOptions
 from ladder.comm.base import Solo
 from ladder.comm.one_rank import OneRank
 from ladder.errors import LadderError
-from ladder.files import LineFile
+from ladder.files import LineFile, check_appendable, locked
 from ladder.perf.measurements import read_lines
 from ladder.progress import Progress
 
@@ -57,8 +58,30 @@ def bench(options: BenchOptions, progress: Progress) -> Iterator[dict[str, Any]]
     with steps done, steps in all, and what is being done. All that can be refused is refused before the first row.
     """
     planned = cells(options)
+    check_appendable(options.out)
     device = torch.device(planned[0].device)
     stamp = machine(device)
+    with _owned(options.out):
+        yield from _rows(options, planned, stamp, progress)
+
+
+@contextmanager
+def _owned(out: Path) -> Iterator[None]:
+    """No other sweep appends to the file meanwhile, nor measures beside this one for it."""
+    new = not out.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()
+    try:
+        with locked(out):
+            yield
+    finally:
+        if new and not out.stat().st_size:
+            out.unlink()
+
+
+def _rows(
+    options: BenchOptions, planned: Sequence[Cell], stamp: dict[str, Any], progress: Progress
+) -> Iterator[dict[str, Any]]:
     old = {key(row): row for row in read(options.out)}
     lines = LineFile(options.out)
     steps, total = 0, sum(cell.repetitions for cell in planned)

@@ -7,6 +7,7 @@ and on two. The picture shows the first layers: when each sub-block computed, wh
 emulated), and where a sub-block had to wait for one.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Hashable, Iterator, Sequence
@@ -224,8 +225,10 @@ def draw_first(steps: Sequence[Step], whole: Sequence[float], what: str, path: P
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m ladder.bench.trace.step_trace", description=__doc__)
+    parser.add_argument("given", nargs="*", metavar="OUT [LINK]", help="folder for the trace, and the emulated link")
     try:
-        main(sys.argv[1:])
+        main(parser.parse_args().given)
     except LadderError as error:
         sys.stderr.write(f"step_trace: {error}\n")
         sys.exit(2)

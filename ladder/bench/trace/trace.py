@@ -5,9 +5,13 @@ other, and the figures: all-reduces, time of communication, time exposed (a sub-
 """
 
 import json
+import os
 import queue
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +168,20 @@ def record_sub_blocks(model: Decoder, recorder: Recorder) -> None:
     watch_sub_blocks(model, begin, end)
 
 
+@contextmanager
+def _without_standard_error() -> Iterator[None]:
+    """torch's profiler prints lines of its own where it starts and stops, and no option turns them off."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
     """One rank: every wiring, timed and then profiled; writes its files into the setting's folder."""
     recorder = Recorder(device)
@@ -191,7 +209,7 @@ def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
         steps.append(timed[STEPS // 2])
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        with profile(activities=activities, experimental_config=every_thread) as profiler:
+        with _without_standard_error(), profile(activities=activities, experimental_config=every_thread) as profiler:
             step(wiring)
         name = wiring.replace(" ", "_").replace(":", "-")
         profiler.export_chrome_trace(str(setting.out / f"{name}.rank{comm.rank}.trace.json"))

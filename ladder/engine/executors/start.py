@@ -63,6 +63,8 @@ def start(setup: Setup, progress: Callable[[int], None] | None = None) -> Execut
     torchrun starts has one LLM.
     """
     own, options = torchrun_rank(), setup.options
+    if (remark := setup.rewired_remark) is not None and (own is None or own.rank == 0):
+        logger.warning(remark)
     if own is not None and options.tp > 1:
         device, own_gpu = own_device(setup.device, own.local_rank, own.local_size)
         name_rank(own.rank)

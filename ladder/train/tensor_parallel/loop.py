@@ -3,7 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ladder.checkpoint import load, save
 from ladder.comm.base import Solo
 from ladder.comm.differentiable import Differentiable, all_reduced
 from ladder.config import ModelConfig
+from ladder.files import writing
 from ladder.model import Decoder
 from ladder.progress import Progress
 from ladder.train import folder
@@ -53,21 +54,23 @@ def train(
     `finish` adds to the folder of the finished model what is not its weights or its config.
     """
     world, out = checked_world(config, options, training), options.out
-    checkpoint = folder.newest_checkpoint(out / folder.CHECKPOINTS)
+    folder.newest_checkpoint(out / folder.CHECKPOINTS)  # a damaged one is refused before the ranks meet
     data = TrainingData.open(training, world.size // options.tp)
-    with joined(world, options.tp, training.device_type) as mesh:
+    with joined(world, options.tp, training.device_type) as mesh, ExitStack() as stack:
         comm, dtype = Differentiable(mesh.tp), getattr(torch, training.precision)
         model = load(Decoder(config, comm, mesh.device, dtype), Initial(training.seed, config.layers))
         mesh.barrier()  # until then the other ranks read what is in `out`
         if mesh.first:
-            folder.start(out, wanted)
+            stack.enter_context(folder.owned(out, wanted))
         mesh.barrier()
+        checkpoint = folder.newest_checkpoint(out / folder.CHECKPOINTS)
         run = Run(Step(model, mesh, training), data, mesh, training, out, progress)
         last = run.go(checkpoint, plain)
         whole = Decoder(config, Solo(), "cpu" if mesh.first else "meta", getattr(torch, config.dtype))
         load(whole, Gathered(model, run.step.replicas, run.step.masters.of))
         if mesh.first:
-            save(whole, out / folder.FINAL)
+            with writing(out):
+                save(whole, out / folder.FINAL)
             GenerationConfig.from_model_config(plain).save_pretrained(out / folder.FINAL)
             finish(out / folder.FINAL)
             folder.finish(out)
@@ -174,7 +177,8 @@ class Run:
             checkpoint.mkdir(parents=True, exist_ok=True)
             weights = [master.detach() for master in self.step.masters.of.values()]
             state = {"weights": weights, "optimizer": self.step.optimizer.state_dict()}
-            torch.save({**state, "schedule": self._schedule.state_dict()}, self._file(checkpoint))
+            with writing(checkpoint):
+                torch.save({**state, "schedule": self._schedule.state_dict()}, self._file(checkpoint))
         if self._mesh.first:
             self._state.save_to_json(str(checkpoint / STATE))
         self._mesh.barrier()
