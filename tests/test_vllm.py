@@ -1,4 +1,4 @@
-"""The parts of the vLLM host that need no vLLM: settings, borders of stages, all-reduces on streams, and `ladder serve`.
+"""The parts of the vLLM host that need no vLLM: settings, borders of stages, all-reduces on streams, `ladder serve`.
 
 With vLLM itself: tests/vllm, `make test-vllm`.
 """
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial as partial_function
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_a_border_changes_nothing(pattern: str, ranks: int) -> None:
         through(comm, stream, blocks, 0)
         return stream.read(0)
 
-    def in_two(comm: Comm) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
+    def in_two(comm: Comm, at: int) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
         stream = ResidualStream(comm, start.clone())
         through(comm, stream, blocks[:at], 0)
         border, sent = Border.after(blocks[:at], comm.size), stages.send(stream)
@@ -108,7 +109,7 @@ def test_a_border_changes_nothing(pattern: str, ranks: int) -> None:
     with World(ranks) as world:
         expected = world.run(whole)
         for at in range(2, 2 * LAYERS, 2):
-            found = world.run(in_two)
+            found = world.run(partial_function(in_two, at=at))
             for (stream, sent, widths), one in zip(found, expected, strict=True):
                 assert torch.equal(stream, one)
                 assert {name: x.shape[-1] for name, x in sent.items()} == widths

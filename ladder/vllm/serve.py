@@ -59,7 +59,7 @@ def handover(options: EngineOptions, server: ServerOptions, named: frozenset[str
         if name != "tp":
             arguments += [flag] if given[name] is True else [flag, str(given[name])]
     raw = read_config(options.model)
-    if overrides := _overrides(raw, options.wiring, ranks):
+    if overrides := overrides_of(raw, options.wiring, ranks):
         if value_of(passed, "--hf-overrides") is not None:
             raise LadderError("--hf-overrides cannot be given with this wiring: vLLM is told of the wiring in that way")
         arguments += ["--hf-overrides", json.dumps(overrides)]
@@ -73,8 +73,8 @@ def handover(options: EngineOptions, server: ServerOptions, named: frozenset[str
     return Handover((str(options.model), *arguments, *passed), {} if key is None else {"VLLM_API_KEY": key})
 
 
-def _overrides(raw: dict[str, Any], wiring: str | None, ranks: int) -> dict[str, Any]:
-    """What vLLM must be told beside config.json: another wiring than the file's, or one that a plain file names."""
+def overrides_of(raw: dict[str, Any], wiring: str | None, ranks: int) -> dict[str, Any]:
+    """What vLLM's hf_overrides must say beside config.json: another wiring than the file's, or one that a plain file names."""
     family, plain = vllm_family_of(raw), unlocked(raw)
     layers = whole_number(plain, "num_hidden_layers") if family is not None or wiring is not None else 0
     if wiring is None:

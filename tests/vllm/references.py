@@ -35,7 +35,7 @@ _EXPERTS = Experts(4, 2, 96)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"windows": (24,) * LAYERS},
-    "qwen2": {"qkv_bias": True},
+    "qwen2": {"qkv_bias": True, "heads": 2},  # vLLM: a head is always hidden / heads wide
     "qwen3": {},
     "mixtral": {"experts": _EXPERTS},
     "qwen3_moe": {"experts": replace(_EXPERTS, normalize=False, dense_layers=(1,))},
