@@ -1,7 +1,7 @@
 """How a verb is made from a function and dataclasses of options; which options were renamed."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
@@ -20,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from typer.core import TyperCommand
 
 from ladder import __version__
 from ladder.engine.options import RENAMED as ENGINE_RENAMED
@@ -79,12 +80,27 @@ def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
+def _passing(passes_on: Callable[[Sequence[str]], bool]) -> type[TyperCommand]:
+    """A command that keeps options it does not know, where its arguments say so."""
+
+    class Passing(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.ignore_unknown_options = ctx.allow_extra_args = passes_on(args)
+            return super().parse_args(ctx, args)
+
+    return Passing
+
+
 def verb(
-    *groups: type, name: str | None = None, log_level: str | None = None
+    *groups: type,
+    name: str | None = None,
+    log_level: str | None = None,
+    passes_on: Callable[[Sequence[str]], bool] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose options are the fields of `groups`; it is called with one filled instance of each, and where it
     takes `named` with the names of the options that were given on the command line. `log_level`: what it shows where
-    the command line does not say it.
+    the command line does not say it. `passes_on`: for which arguments it keeps options that it does not know; it takes
+    them as `passed`.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
@@ -106,7 +122,8 @@ def verb(
                 call.with_resource(shown(level_number(level)))
             sources = {name: call.get_parameter_source(name) for name in given}
             named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
-            work(*filled, **({"named": named} if takes_named else {}))
+            more: dict[str, Any] = {"named": named} if takes_named else {}
+            work(*filled, **more, **({"passed": tuple(call.args)} if passes_on else {}))
 
         parameters = [inspect.Parameter("call", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
@@ -119,7 +136,7 @@ def verb(
             )
         )
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        app.command(name)(command)
+        app.command(name, cls=_passing(passes_on) if passes_on else None)(command)
         return command
 
     return decorate
