@@ -60,7 +60,13 @@ PATCHED: dict[str, set[str]] = {
         "transformers.PreTrainedConfig.get_config_dict",
         "transformers.PreTrainedConfig.from_dict",
         "transformers.utils.hub.cached_files",
-    }
+        "transformers.PreTrainedModel.save_pretrained",
+    },
+    "ladder.hf.names": {
+        "peft.tuners.tuners_utils.BaseTuner.inject_adapter",
+        "peft.PeftModel._setup_prompt_encoder",
+        "peft.PeftModel.save_pretrained",
+    },
 }
 # texts that tell users which programs there are
 TEXTS = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
