@@ -9,6 +9,7 @@ import typer
 from ladder.cli.verbs import verb, weights_bar
 from ladder.engine.options import EngineOptions
 from ladder.errors import LadderError
+from ladder.hub import directory_of
 from ladder.server.options import ServerOptions
 
 
@@ -28,7 +29,7 @@ def serve(served: Served, options: EngineOptions, server: ServerOptions, named: 
         if "model" in named:
             raise LadderError(f"two models were given, {served.directory} and {options.model}: give one of them")
         options = replace(options, model=served.directory)
-    options = replace(options, warm_up=server.warm_up)
+    options = replace(options, model=directory_of(options.model), warm_up=server.warm_up)
     server.key()  # refused before anything is loaded
     logging.getLogger("uvicorn").setLevel("WARNING")
     try:
