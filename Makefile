@@ -1,4 +1,4 @@
-# make demo   set up, and generate text with the embedded model, on one rank, on two and on four
+# make demo   set up, and show what Ladder gains on this machine
 # make test   set up, lint, type-check, run the tests
 # make test-trl   the tests with TRL, in an environment of their own, .venv-trl
 # make docs   build the documentation as a site, build/site/index.html; links that lead nowhere are errors
@@ -8,8 +8,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-PROMPT := "It was a dark and stormy night"
-WRITE := --max-new-tokens 90 --temperature 0.8 --top-p 0.9 --seed 4 --dtype float32
 
 # what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
 export PYTHONDONTWRITEBYTECODE :=
@@ -27,12 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	@printf '\n%s' $(PROMPT)
-	@$(BIN)/ladder generate --tp 2 --prompt $(PROMPT) $(WRITE)
-	@echo
-	$(BIN)/ladder generate --tp 1 --prompt $(PROMPT) $(WRITE) --json
-	$(BIN)/ladder generate --tp 4 --prompt $(PROMPT) $(WRITE) --json
-	@echo "The embedded model, wired ladder: the same text on one rank, on two and on four."
+	$(BIN)/ladder demo
 
 # the report's page is clicked through in Chromium, which comes from the system; without it those tests are skipped
 browser:

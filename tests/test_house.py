@@ -64,7 +64,7 @@ PATCHED: dict[str, set[str]] = {
     }
 }
 # texts that tell users which programs there are
-TEXTS = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MODULES = house.package(PACKAGE)
 COMMUNICATION = house.Communication(MODULES)

@@ -124,7 +124,7 @@ def _parents(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--engine", "vllm"], "the vLLM plugin does not exist yet: use --engine native"),
+    (["--engine", "vllm"], "serving on vLLM needs vllm: pip install"),
     (["--engine", "tgi"], "unknown engine 'tgi'"),
     (["--port", "70000"], "port must be from 0 to 65535"),
     (["--max-body", "0"], "max-body must be at least 1"),

@@ -1,7 +1,7 @@
 """Processes for measurements: each rank runs one function, and all end together."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,7 +39,7 @@ def stream_ranks(
     work: Callable[..., Iterable[Any] | None],
     *arguments: Any,
     comm_backend: str | None = None,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """The same for a `work` that yields: what the first rank yields, as it comes. Closing the iterator, or Ctrl-C,
     ends the ranks.
     """

@@ -5,11 +5,12 @@ from typing import NoReturn
 
 import typer
 
-from ladder.cli import chat, data, generate, load, measure, models, plan, scan, serve, train
+from ladder.cli import chat, data, generate, load, machine, measure, models, plan, scan, serve, train
 from ladder.cli.verbs import app, renamed
 from ladder.errors import LadderError, RankError
 
-__all__ = ["app", "chat", "data", "generate", "load", "main", "measure", "models", "plan", "scan", "serve", "train"]
+__all__ = ["app", "chat", "data", "generate", "load", "machine", "main", "measure", "models", "plan", "scan", "serve"]
+__all__ += ["train"]
 
 # click's, which typer carries under a private name
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

@@ -96,12 +96,20 @@ class EvalOptions:
     limit: int | None = option(None, "Only this many items of each task.")
     shots: int | None = option(None, "Examples before each item; default: the task's own number.")
     tasks_dir: Path | None = option(None, "A folder with YAML files of tasks.")
-    device: str = option("cpu", "cpu, cuda or cuda:N.")
+    engine: str = option("transformers", "What computes: transformers, or vllm (tasks only).")
+    tp: int = option(1, "Number of tensor-parallel ranks, with --engine vllm.")
+    device: str = option("cpu", "cpu, cuda or cuda:N; vLLM finds its device by itself.")
     dtype: str = option(
         "auto",
         "auto (the checkpoint's; float32 for bfloat16 on a CPU without bf16 products), float32, bfloat16 or float16.",
     )
     json: bool = option(False, "One JSON line per model, wiring and measure instead of the table.")
+
+    def __post_init__(self) -> None:
+        check_known("engine", self.engine, ("transformers", "vllm"))
+        check_least(self, tp=1)
+        if self.engine != "vllm" and self.tp > 1:
+            raise LadderError(f"--tp {self.tp} is for --engine vllm: transformers computes in one process")
 
 
 @verb(EvalOptions, name="eval")
@@ -114,8 +122,12 @@ def evaluate(options: EvalOptions) -> None:
     if options.backbone is not None and all(arm.wrap is None for arm in arms):
         raise LadderError(f"--backbone is for side networks, and {' '.join(options.model)} has none")
     given = {field.name: getattr(options, field.name) for field in fields(options)}
-    for name in ("model", "wiring", "backbone", "json"):
+    for name in ("model", "wiring", "backbone", "json", "engine", "tp"):
         del given[name]
+    if options.engine == "vllm":
+        from ladder.vllm.evaluate import on_vllm
+
+        given["engine"] = on_vllm(options.tp, options.dtype)
     with steps_bar("loading") as progress:
         rows = evaluate(
             arms,

@@ -1,6 +1,7 @@
 """`ladder serve`."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,13 +23,27 @@ class Served:
     )
 
 
-@verb(Served, EngineOptions, ServerOptions, log_level="info")
-def serve(served: Served, options: EngineOptions, server: ServerOptions, named: frozenset[str]) -> None:
+def _for_vllm(arguments: Sequence[str]) -> bool:
+    """Whether options that we do not know are vLLM's."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    return any(one == "--engine=vllm" or (one, two) == ("--engine", "vllm") for one, two in pairs)
+
+
+@verb(Served, EngineOptions, ServerOptions, log_level="info", passes_on=_for_vllm)
+def serve(
+    served: Served, options: EngineOptions, server: ServerOptions, named: frozenset[str], passed: tuple[str, ...]
+) -> None:
     """Serve a model over HTTP: OpenAI's API, for its clients."""
+    if str(served.directory or "").startswith("-"):
+        raise LadderError(f"name the model before vLLM's own options: {served.directory} was found in its place")
     if served.directory is not None:
         if "model" in named:
             raise LadderError(f"two models were given, {served.directory} and {options.model}: give one of them")
         options = replace(options, model=served.directory)
+    if server.engine == "vllm":
+        from ladder.vllm.serve import become, handover
+
+        become(handover(options, server, named, passed))
     options = replace(options, model=directory_of(options.model), warm_up=server.warm_up)
     server.key()  # refused before anything is loaded
     logging.getLogger("uvicorn").setLevel("WARNING")

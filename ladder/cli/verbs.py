@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from typer.core import TyperCommand
 
 from ladder import __version__
 from ladder.cli.help import EXAMPLES, GROUPS, MEASURE, STATUS
@@ -95,12 +96,27 @@ def _parameter(entry: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
     return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
+def _passing(passes_on: Callable[[Sequence[str]], bool]) -> type[TyperCommand]:
+    """A command that keeps options it does not know, where its arguments say so."""
+
+    class Passing(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.ignore_unknown_options = ctx.allow_extra_args = passes_on(args)
+            return super().parse_args(ctx, args)
+
+    return Passing
+
+
 def verb(
-    *groups: type, name: str | None = None, log_level: str | None = None
+    *groups: type,
+    name: str | None = None,
+    log_level: str | None = None,
+    passes_on: Callable[[Sequence[str]], bool] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose options are the fields of `groups`; it is called with one filled instance of each, and where it
     takes `named` with the names of the options that were given on the command line. `log_level`: what it shows where
-    the command line does not say it.
+    the command line does not say it. `passes_on`: for which arguments it keeps options that it does not know; it takes
+    them as `passed`.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +140,8 @@ def verb(
                 call.with_resource(shown(level_number(level)))
             sources = {name: call.get_parameter_source(name) for name in given}
             named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
-            work(*filled, **({"named": named} if takes_named else {}))
+            more: dict[str, Any] = {"named": named} if takes_named else {}
+            work(*filled, **more, **({"passed": tuple(call.args)} if passes_on else {}))
 
         parameters = [inspect.Parameter("call", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [_parameter(entry, hint, _panel(group)) for group, own in owned.items() for entry, hint in own]
@@ -141,6 +158,7 @@ def verb(
         examples = "\n\n".join(f"[dim]$[/dim] {escape(example)}" for example in EXAMPLES.get(called, ()))
         app.command(
             called,
+            cls=_passing(passes_on) if passes_on else None,
             context_settings=HELP_NAMES,
             epilog=f"[bold]Examples[/bold]\n\n{examples}" if examples else None,
             rich_help_panel=GROUPS.get(called, MEASURE),

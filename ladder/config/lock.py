@@ -101,8 +101,16 @@ def names_wiring(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json says that its model is not what others make of it, in our way or the authors'; not whether
     that is understood.
     """
-    by_type = raw.get("model_type") in (WIRED_MODEL_TYPE, PAPER_MODEL_TYPE)
-    return by_type or any(raw.get(key) is not None for key in ("wiring", "ladder_layers")) or shared_norm_of(raw)
+    return (
+        wired_by_type(raw)
+        or any(raw.get(key) is not None for key in ("wiring", "ladder_layers"))
+        or shared_norm_of(raw)
+    )
+
+
+def wired_by_type(raw: Mapping[str, Any]) -> bool:
+    """Whether its model_type says so, which software without wirings does not know."""
+    return raw.get("model_type") in (WIRED_MODEL_TYPE, PAPER_MODEL_TYPE)
 
 
 def born_parallel(raw: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ rows of a .jsonl file have one of these forms; in all of them one space stands b
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def evaluate(
     dtype: str = "auto",
     tasks_dir: str | Path | None = None,
     progress: Progress | None = None,
+    engine: Callable[[Arm, Any], AbstractContextManager[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """One row per arm and measure, with the difference to the first arm.
 
@@ -92,12 +94,15 @@ def evaluate(
     KL(source || model) and greedy agreement, all in the same windows. `limit`: items per task. `shots`: None for what
     each task says. Items longer than a model's context lose their beginning, as lm-eval has it. `progress` counts each
     arm's text and each of its tasks from zero. All input is checked before a model is loaded, and side networks with
-    their models before anything is measured; one arm is in memory at a time.
+    their models before anything is measured; one arm is in memory at a time. `engine`: makes of an arm and its
+    tokenizer one of lm-eval's models, in whose place transformers' is not loaded; for tasks.
     """
     if not arms or (not tasks and text is None):
         raise LadderError("nothing to measure: name at least one model, and a task or a text file")
     if source is not None and text is None:
         raise LadderError("the distance to a source is measured on a text: name a text file")
+    if engine is not None and (text is not None or any(arm.wrap is not None for arm in arms)):
+        raise LadderError("texts and side networks are measured in transformers only: leave out --engine")
     for name, value, least in (("batch", batch, 1), ("limit", limit, 1), ("shots", shots, 0)):
         if value is not None and value < least:
             raise LadderError(f"{name} is {value}: it must be at least {least}")
@@ -122,6 +127,10 @@ def evaluate(
         how = {"batch": batch, "window": min(each.window for each in (*ready, *([origin] if origin else [])))}
         found = []
         for each in ready:
+            if engine is not None and harness is not None:
+                with engine(each.arm, each.tokenizer) as served:
+                    found.append(harness.run_with(each.label, served, limit, progress))
+                continue
             model = _load(each, device, dtype)
             estimates = _on_text(each, model, teacher, how, progress) if each.tokens else {}
             if each.tokens != ready[0].tokens:  # other windows: nothing to pair

@@ -43,7 +43,7 @@ class Harness:
             self._evaluate = importlib.import_module("lm_eval.evaluator").evaluate
             self._manager = importlib.import_module("lm_eval.tasks").TaskManager
             metrics = importlib.import_module("lm_eval.api.metrics")
-            self._wrap = _without_bars(importlib.import_module("lm_eval.models.huggingface").HFLM)
+            self._wrap = without_bars(importlib.import_module("lm_eval.models.huggingface").HFLM)
             self._datasets = importlib.import_module("datasets")
         except ImportError as error:
             raise LadderError(f"tasks need lm-eval ({error}): pip install 'ladder-residual[eval]'") from None
@@ -119,6 +119,11 @@ class Harness:
         with self._quiet():
             return self._run(label, self._wrap(pretrained=model, **options), limit, progress)
 
+    def run_with(self, label: str, model: Any, limit: int | None, progress: Progress) -> dict[str, Estimate]:
+        """Every task with a model of lm-eval's own classes."""
+        with self._quiet():
+            return self._run(label, model, limit, progress)
+
     def _run(self, label: str, model: Any, limit: int | None, progress: Progress) -> dict[str, Estimate]:
         found: dict[str, Estimate] = {}
         summary: dict[str, dict[str, Any]] = {}  # what a group is computed from
@@ -147,7 +152,7 @@ class Harness:
         return mean if aggregate is self._mean else mean.through(lambda at: exp(-at), -exp(-mean.value))
 
 
-def _without_bars(model: Any) -> Any:
+def without_bars(model: Any) -> Any:
     """lm-eval's model class with its progress bars off: `evaluate` has no option for that, the methods have."""
 
     def silent(method: Any) -> Any:

@@ -15,7 +15,7 @@ ENGINES = ("native", "vllm")
 class ServerOptions:
     """Where the server listens, what it accepts, and when it gives up."""
 
-    engine: str = option("native", "What computes: native, or vllm.")
+    engine: str = option("native", "What computes: native, or vllm, which takes its own options as well.")
     served_model_name: str | None = option(None, "The model's name in requests; default: its directory's name.")
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface of this machine.")
     port: int = option(8000, "Port to listen on; 0: a free one, which is printed.")
@@ -31,8 +31,6 @@ class ServerOptions:
     def __post_init__(self) -> None:
         check_types(self)
         check_known("engine", self.engine, ENGINES)
-        if self.engine == "vllm":
-            raise LadderError("the vLLM plugin does not exist yet: use --engine native")
         if not 0 <= self.port <= 65535:
             raise LadderError(f"port must be from 0 to 65535, not {self.port}")
         check_least(self, max_body=1, max_queue=0, restarts=0)

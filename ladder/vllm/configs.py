@@ -1,4 +1,4 @@
-"""config.json of a wired model as vLLM reads it: the family's own config, with an architecture that only the plugin has.
+"""config.json of a wired model as vLLM reads it: the family's config, with an architecture that only the plugin has.
 
 Their classes are ours: transformers has no model for them, so whatever would make the family's standard model of such a
 config (vLLM's transformers backend among them) is refused.

@@ -11,9 +11,10 @@ from typing import Any
 from ladder.config.lock import ranks_of, shared_norm_of, wiring_of
 from ladder.errors import LadderError
 from ladder.options import check_types
-from ladder.wiring import SubBlock, Wiring
+from ladder.wiring import Out, SubBlock, Wiring
 
 KEY = "ladder"
+PADDING = 64  # vLLM fills the vocabulary up to a multiple of this before it shares it
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Wired:
     def of(cls, keys: Mapping[str, Any], layers: int, ranks: int) -> "Wired":
         """`keys`: of the Hugging Face config in memory. `ranks`: of vLLM's tensor parallelism."""
         wiring = wiring_of(keys, layers)
+        _check_head(wiring, int(keys["vocab_size"]), ranks)
         made_for = ranks_of(keys)
         if made_for not in (1, ranks):
             raise LadderError(
@@ -63,3 +65,15 @@ class Wired:
         if keys.get("staleness") not in (None, 1):
             raise LadderError("the model's adaptation is not finished: its layers' staleness is not 1 yet")
         return cls(wiring, wiring.sub_blocks(), shared_norm_of(keys))
+
+
+def _check_head(wiring: Wiring, vocab: int, ranks: int) -> None:
+    """Where the last sub-block is local, a token's logit is that of the rank whose block of the vocabulary it is in:
+    the blocks must be those of the native engine.
+    """
+    local = wiring.sub_blocks()[-1][-1].out is Out.LOCAL
+    if local and ranks > 1 and -(-vocab // PADDING) * PADDING / ranks != -(-vocab // ranks):
+        raise LadderError(
+            f"wiring {str(wiring)!r} ends without an all-reduce, so its function depends on how {ranks} ranks share "
+            f"the vocabulary of {vocab}; vLLM shares it in another way: end with a wiring that reduces"
+        )

@@ -19,7 +19,7 @@ AGREED = "agreed"
 
 @dataclass(frozen=True)
 class Border:
-    """What crosses: so many sums, and whether there is a drift that each of them carries, and one that none does yet."""
+    """What crosses: whether each sum carries a drift; and at the end whether there is one that none carries yet."""
 
     drifts: tuple[bool, ...] = (False,)
 

@@ -70,8 +70,8 @@ def captures_whole() -> bool:
 
 
 def default_modes(config: VllmConfig) -> None:
-    """Where the user says nothing: no torch.compile, and decode steps as whole CUDA graphs; with breakable graphs, which
-    vLLM has behind an environment variable of its own, prompts as well.
+    """Where the user says nothing: no torch.compile, and decode steps as whole CUDA graphs; with breakable graphs,
+    which vLLM has behind an environment variable of its own, prompts as well.
     """
     compilation = config.compilation_config
     if compilation.mode is None:
