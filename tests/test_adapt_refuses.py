@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 from ladder.errors import LadderError
 from ladder.hf import rewire
@@ -102,3 +102,18 @@ def test_refused(
 def test_refused_options(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(LadderError, match=message):
         AdaptOptions("model", Path("out"), **changes)
+
+
+def test_a_family_that_the_engine_does_not_have_is_told_of(
+    model: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the training; a side network is for transformers alone in any case."""
+    sentence = "what is trained will run in transformers alone, not in ladder generate and serve: unknown model family"
+    sizes = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    bloom = tmp_path / "bloom"
+    AutoModelForCausalLM.from_config(BloomConfig(**sizes)).save_pretrained(bloom)
+    AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(bloom)
+    for path, method, told in ((bloom, "full", True), (model, "full", False), (bloom, "side", False)):
+        caplog.clear()
+        module._remark_on_family(AdaptOptions(str(path), tmp_path / "out", method=method))
+        assert any(sentence in record.getMessage() for record in caplog.records) == told

@@ -222,7 +222,7 @@ def test_a_full_disk(model: Path) -> None:
 
 def test_no_prompt(run: Run, model: Path) -> None:
     assert run("generate", "--model", model) == (
-        2, "", "ladder: no prompt: give --prompt, --prompts-file or --token-ids\n"
+        2, "", "ladder: no prompt: give --prompt, --prompts-file or --token-ids, or a text on standard input\n"
     )  # fmt: skip
 
 

@@ -101,6 +101,8 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ("trace --batch 1000000 --out OUT", r"a batch of 1000000 on 2 ranks needs [0-9.]+ GB of memory.*smaller --batch"),
     ("eval MODEL --text TEXT --dtype float32", r"0.000189 billion weights, 4 bytes for each\) needs .*: use a smaller"),
     ("scan MODEL --data TEXT --seq-len 16 --tokens 64 --dtype float32", "billion weights, 4 bytes for each"),
+    ("eval MODEL --text TEXT --window 100 --batch 100 --dtype bfloat16", "logits of 12 sequences of 100 .* --batch"),
+    ("scan MODEL --data TEXT --seq-len 100 --batch 100 --dtype bfloat16", "logits of 11 sequences of 100 .* --batch"),
     ("fit MODEL OUT --data DATA --seq-len 16 --batch 1", "billion weights, 4 bytes for each"),
     ("adapt MODEL OUT --data DATA --seq-len 16 --batch 2", r"training .* \(.* 20 bytes for each\) needs .*: train a"),
     ("adapt MODEL OUT --data DATA --seq-len 16 --batch 2 --kl-weight 0 --lm-weight 1", "16 bytes for each"),

@@ -20,6 +20,7 @@ ROWS = [
     "options",
     "files",
     "progress",
+    "hub",
     "devices",
     "jit",
     "wiring",

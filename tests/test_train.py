@@ -363,7 +363,20 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], data: Path, 
     assert (code, err) == (0, "") and out.startswith(f"wrote {tmp_path / 'out'}, {2 * SEQ_LEN * BATCH} tokens: loss ")
     assert out.count("\n") == 1 and "perplexity" in out and "epoch" not in out
     code, out, err = trained(own, training(data, 2))
-    assert (code, out, err) == (2, "", f"ladder: {tmp_path / 'out'} is finished: name a new folder\n")
+    sentence = f"ladder: {own.out} is finished: name a new folder (and --init-from {own.out}, to train it further)\n"
+    assert (code, out, err) == (2, "", sentence)
+    longer = replace(own, out=tmp_path / "longer", init_from=own.out)
+    assert trained(longer, training(data, 2))[0] == 0
+    first, then = (json.loads((each / "log.jsonl").read_text().splitlines()[0]) for each in (own.out, longer.out))
+    assert then["loss"] < first["loss"] - 0.05  # it goes on from what was learned, and does not begin anew
+    for other, message in (
+        (replace(longer, wiring="standard"), "is wired 'ladder', not 'standard'"),
+        (replace(longer, shared_norm=True), "has other norms"),
+        (replace(longer, tp=2), "--init-from is not for --tp"),
+        (replace(longer, init_from=tmp_path / "nothing"), "no such folder"),
+    ):
+        with pytest.raises(LadderError, match=message):
+            train(replace(other, out=tmp_path / "other"), training(data, 2), silent)
     code, out, err = trained(replace(own, out=tmp_path / "more"), training(tmp_path / "nothing"))
     assert (code, out) == (2, "") and err.startswith("ladder: no such folder of tokens") and err.count("\n") == 1
     assert not (tmp_path / "more").exists()

@@ -9,6 +9,7 @@ from ladder.engine.options import SamplingParams
 from ladder.engine.setup import Setup
 from ladder.engine.text import encode, encode_chat
 from ladder.errors import LadderError
+from ladder.hub import name_of
 
 NO_TEMPLATE = "this model has no chat template: it continues the text, yours and its own"
 
@@ -23,7 +24,7 @@ class LocalPartner:
         self._tokenizer = check(setup)
         self._context = setup.config.context
         self._templated = self._tokenizer.chat_template is not None
-        self.name = setup.options.model.name
+        self.name = name_of(setup.options.model)
         self.notes = [] if self._templated else [NO_TEMPLATE]
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:

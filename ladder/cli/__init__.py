@@ -17,17 +17,25 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main() -> NoReturn:
-    """The command `ladder`: bad input costs one sentence and exit status 2, a rank that fails one sentence and 1."""
+    """The command `ladder`: bad input costs one sentence and exit status 2, a rank that fails or memory that ends one
+    sentence and 1.
+    """
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="ladder", standalone_mode=False))
     except _UsageError as error:  # an unknown option, a number that is none
-        _leave(renamed(error) or f"{error.format_message()} (see --help)", 2)  # type: ignore[attr-defined]
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        call = getattr(error, "ctx", None)
+        _leave(renamed(error) or f"{message} (see {call.command_path if call else 'ladder'} --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)  # Ctrl-C
     except LadderError as error:
         _leave(str(error), 2)
     except (RankError, OSError) as error:
         _leave(str(error), 1)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+            raise
+        _leave(f"there is not enough memory: {str(error).splitlines()[0] if str(error) else 'allocation failed'}", 1)
 
 
 def _leave(reason: str, status: int) -> NoReturn:

@@ -7,6 +7,7 @@ from typing import Any
 from ladder.chat.options import ChatOptions, ChatSampling, LocalOptions
 from ladder.cli.verbs import verb, weights_bar
 from ladder.errors import LadderError
+from ladder.hub import directory_of
 
 
 @verb(ChatOptions, LocalOptions, ChatSampling)
@@ -35,8 +36,8 @@ def _local(options: ChatOptions, engine: LocalOptions, sampling: ChatSampling, t
     from ladder.engine.llm import LLM
     from ladder.engine.setup import Setup
 
-    if options.target is not None:
-        engine = replace(engine, model=Path(options.target))
+    model = engine.model if options.target is None else Path(options.target)
+    engine = replace(engine, model=directory_of(model))
     setup = Setup(adopt_torchrun_size(engine))
     check(setup)
     with weights_bar(setup.weight_bytes) as progress:

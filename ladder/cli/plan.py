@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,10 @@ from rich.console import Console
 from ladder.cli.verbs import verb
 from ladder.config import ModelConfig
 from ladder.config.quantization import NAMED, format_names
-from ladder.errors import LadderError
+from ladder.errors import LadderError, check_known
 from ladder.options import option
 from ladder.perf.chips import CHIPS
+from ladder.perf.table import LISTED, named, print_named, print_plan
 
 if TYPE_CHECKING:
     from ladder.perf.plan import Deployment
@@ -69,13 +70,37 @@ def _numbers(name: str, texts: tuple[str, ...]) -> list[int]:
 def plan(options: PlanOptions, named: frozenset[str]) -> None:
     """Predict a deployment: time per token under each wiring, how much faster than standard, tokens/s, best choice."""
     from ladder.perf.plan import plan
-    from ladder.perf.table import print_plan
 
     rows = plan(_deployments(options, named)) if options.target_ms is None else _best(options, named)
     if options.json:
         typer.echo(json.dumps(rows[0] if len(rows) == 1 else rows))
         return
     print_plan(rows, Console(), options.details)
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """What is listed."""
+
+    what: str | None = field(
+        default=None, metadata={"argument": True, "help": f"One of {', '.join(LISTED)}; default: all of them."}
+    )
+    json: bool = option(False, "JSON: an object with a list for each.")
+
+    def __post_init__(self) -> None:
+        if self.what is not None:
+            check_known("list", self.what, LISTED)
+
+
+@verb(ListOptions, name="list")
+def list_names(options: ListOptions) -> None:
+    """List what has a name: sizes of models, chips, links, wirings, and formats of weights."""
+    found = {what: named(what) for what in LISTED if options.what in (None, what)}
+    if options.json:
+        typer.echo(json.dumps(found))
+        return
+    for what, rows in found.items():
+        print_named(what, rows, Console())
 
 
 def _models(options: PlanOptions, named: frozenset[str]) -> list[tuple[str, ModelConfig | None]]:

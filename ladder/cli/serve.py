@@ -10,6 +10,7 @@ import typer
 from ladder.cli.verbs import verb, weights_bar
 from ladder.engine.options import EngineOptions
 from ladder.errors import LadderError
+from ladder.hub import directory_of
 from ladder.server.options import ServerOptions
 
 
@@ -43,7 +44,7 @@ def serve(
         from ladder.vllm.serve import become, handover
 
         become(handover(options, server, named, passed))
-    options = replace(options, warm_up=server.warm_up)
+    options = replace(options, model=directory_of(options.model), warm_up=server.warm_up)
     server.key()  # refused before anything is loaded
     logging.getLogger("uvicorn").setLevel("WARNING")
     try:

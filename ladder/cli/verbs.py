@@ -1,6 +1,7 @@
 """How a verb is made from a function and dataclasses of options; which options were renamed."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
@@ -10,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -23,15 +25,21 @@ from rich.progress import (
 from typer.core import TyperCommand
 
 from ladder import __version__
+from ladder.cli.help import EXAMPLES, GROUPS, MEASURE, STATUS
 from ladder.engine.options import RENAMED as ENGINE_RENAMED
-from ladder.logs import LEVELS, level_number, shown
+from ladder.logs import LEVELS, current_level, level_number, shown
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Tensor-parallel language models that never wait for the network.",
+    context_settings=HELP_NAMES,
+    rich_markup_mode="rich",
+    help="Language models whose all-reduces run while the next sub-block computes: run, convert, train, measure them.",
+    epilog=STATUS,
 )
+
+
+QUIET = "error"  # the level of the log that --quiet means
 
 
 def _flag(name: str) -> str:
@@ -39,6 +47,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_QUIET_HELP = "Results and errors only: no progress, no warnings, no remarks."
 _LOG_HELP = f"Lines of the log on standard error, from this level on: {', '.join(LEVELS)}."
 _WINDOW = {"--window": "--seq-len"}
 _LINK = {"--link": "--emulate-link"}
@@ -62,7 +71,12 @@ def renamed(error: Exception) -> str | None:
     return None if new is None else f"{option} was renamed: use {new}"
 
 
-def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
+def _panel(group: type) -> str:
+    """What the options of a dataclass are about: the beginning of its docstring."""
+    return re.split(r"[.:;](?:\s|$)", (group.__doc__ or "").strip(), maxsplit=1)[0]
+
+
+def _parameter(entry: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
     default: Any = ... if entry.default is MISSING else entry.default
     if get_origin(hint) is tuple:  # typer has repeated options as lists
         hint, default = list.__class_getitem__(get_args(hint)[0]), default if default is ... else list(default)
@@ -74,9 +88,11 @@ def _parameter(entry: Field[Any], hint: Any) -> inspect.Parameter:
         default not in ([], None) and default is not False and not (isinstance(default, Path) and default.is_absolute())
     )
     if entry.metadata.get("argument"):
-        value = typer.Argument(... if entry.default is MISSING else default, help=entry.metadata["help"])
+        value = typer.Argument(... if entry.default is MISSING else default, help=escape(entry.metadata["help"]))
     else:
-        value = typer.Option(default, flag, help=entry.metadata["help"], show_default=shown)
+        value = typer.Option(
+            default, flag, help=escape(entry.metadata["help"]), show_default=shown, rich_help_panel=panel
+        )
     return inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
 
 
@@ -118,7 +134,9 @@ def verb(
         def command(call: typer.Context, **given: Any) -> None:
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
             filled = (group(**{entry.name: given[entry.name] for entry, _ in own}) for group, own in owned.items())
-            if (level := given.pop("log_level") or _default_level(call, log_level)) is not None:
+            quiet = given.pop("quiet") or _quiet_before(call)
+            level = given.pop("log_level") or (QUIET if quiet else _default_level(call, log_level))
+            if level is not None:
                 call.with_resource(shown(level_number(level)))
             sources = {name: call.get_parameter_source(name) for name in given}
             named = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
@@ -126,20 +144,33 @@ def verb(
             work(*filled, **more, **({"passed": tuple(call.args)} if passes_on else {}))
 
         parameters = [inspect.Parameter("call", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        parameters += [_parameter(entry, hint) for own in owned.values() for entry, hint in own]
-        parameters.append(
-            inspect.Parameter(
-                "log_level",
-                inspect.Parameter.KEYWORD_ONLY,
-                default=typer.Option(None, "--log-level", help=_LOG_HELP),
-                annotation=str | None,
+        parameters += [_parameter(entry, hint, _panel(group)) for group, own in owned.items() for entry, hint in own]
+        more: dict[str, tuple[Any, Any]] = {
+            "quiet": (bool, typer.Option(False, "--quiet", "-q", help=_QUIET_HELP, show_default=False)),
+            "log_level": (str | None, typer.Option(None, "--log-level", help=_LOG_HELP)),
+        }
+        for option, (kind, default) in more.items():
+            parameters.append(
+                inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
             )
-        )
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        app.command(name, cls=_passing(passes_on) if passes_on else None)(command)
+        called = name or work.__name__
+        examples = "\n\n".join(f"[dim]$[/dim] {escape(example)}" for example in EXAMPLES.get(called, ()))
+        app.command(
+            called,
+            cls=_passing(passes_on) if passes_on else None,
+            context_settings=HELP_NAMES,
+            epilog=f"[bold]Examples[/bold]\n\n{examples}" if examples else None,
+            rich_help_panel=GROUPS.get(called, MEASURE),
+        )(command)
         return command
 
     return decorate
+
+
+def _quiet_before(call: typer.Context) -> bool:
+    """Whether --quiet stood before the verb."""
+    return call.parent is not None and bool(call.parent.params.get("quiet"))
 
 
 def _default_level(call: typer.Context, level: str | None) -> str | None:
@@ -151,11 +182,15 @@ def _default_level(call: typer.Context, level: str | None) -> str | None:
 def about(
     call: typer.Context,
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help=_QUIET_HELP, show_default=False),
     log_level: str = typer.Option("warning", "--log-level", help=_LOG_HELP),
 ) -> None:
-    call.with_resource(shown(level_number(log_level)))
+    call.with_resource(shown(level_number(QUIET if quiet else log_level)))
     if version:
         typer.echo(f"ladder {__version__}")
+        raise typer.Exit
+    if call.invoked_subcommand is None:
+        typer.echo(call.get_help())
         raise typer.Exit
 
 
@@ -188,9 +223,14 @@ def steps_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
+def told_little() -> bool:
+    """Whether results and errors are all that is wanted (--quiet)."""
+    return current_level() >= level_number(QUIET)
+
+
 def _bar(*columns: ProgressColumn) -> Progress:
     from ladder.engine.executors.control import torchrun_rank  # here: it imports torch
 
     console, own = Console(stderr=True), torchrun_rank()
-    drawn = console.is_terminal and (own is None or own.rank == 0)
+    drawn = console.is_terminal and not told_little() and (own is None or own.rank == 0)
     return Progress(*columns, console=console, transient=True, disable=not drawn)

@@ -19,6 +19,7 @@ from ladder.engine.options import EMBEDDED, RENAMED, EngineOptions, SamplingPara
 from ladder.engine.requests import Chunk, Prompt, Request, Result
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
+from ladder.hub import directory_of
 from ladder.options import refuse_renamed
 
 
@@ -67,7 +68,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path = EMBEDDED, restarts: Restarts | None = None, **options: Any) -> None:
         refuse_renamed(options, RENAMED)
-        setup = Setup(EngineOptions(Path(model), **options))
+        setup = Setup(EngineOptions(directory_of(Path(model)), **options))
         self._begin(setup, lambda progress: start(setup, progress), restarts)
 
     @classmethod

@@ -18,6 +18,7 @@ from ladder.engine.options import EMBEDDED, RENAMED, EngineOptions, SamplingPara
 from ladder.engine.requests import Chunk, Prompt, Request, Result
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
+from ladder.hub import directory_of
 from ladder.options import refuse_renamed
 
 
@@ -53,7 +54,7 @@ class LLM:
 
     def __init__(self, model: str | Path = EMBEDDED, **options: Any) -> None:
         refuse_renamed(options, RENAMED)
-        setup = Setup(adopt_torchrun_size(EngineOptions(Path(model), **options)))
+        setup = Setup(adopt_torchrun_size(EngineOptions(directory_of(Path(model)), **options)))
         self._begin(setup, start(setup))
 
     @classmethod

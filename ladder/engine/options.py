@@ -27,7 +27,11 @@ RENAMED = {
 class EngineOptions:
     """Which model, and how it is run."""
 
-    model: Path = option(EMBEDDED, "Directory with config.json and safetensors weights; default: the embedded model.")
+    model: Path = option(
+        EMBEDDED,
+        "Directory with config.json and safetensors weights, or a model of the hub as in org/name; default: the "
+        "embedded model.",
+    )
     wiring: str | None = option(None, "Wiring, as in 'ladder' or 'standard:16 ladder:16'; default: the checkpoint's.")
     dtype: str = option(
         "auto",

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ladder.config.fields import read_text
 from ladder.errors import LadderError
+from ladder.perf.memory import check_host
 from ladder.progress import Progress
 
 GROUPS = 200  # of the jackknife, at most: it calls what it is given once for each
@@ -232,6 +233,7 @@ def _walk(
         raise LadderError(f"the text's tokens go up to {int(text.max())}, the model has {vocabulary}")
     length = min(checked_window(model.config, window) for model in models)
     total = ceil((len(text) - 1) / length)
+    check_logits(models, min(batch, total), length)
     sums: list[Tensor] = []
     counts: list[int] = []
     with _evaluating(models):
@@ -241,6 +243,16 @@ def _walk(
             if progress is not None:
                 progress(len(counts), total, "text")
     return torch.stack(sums).cpu(), torch.tensor(counts, dtype=torch.float64)
+
+
+def check_logits(models: Sequence[Any], rows: int, length: int) -> None:
+    """Refuse a batch whose logits do not fit into memory: [rows, length, vocabulary] of each model, and a copy."""
+    model = models[0]
+    if model.device.type != "cpu":
+        return
+    each = rows * length * _text_config(model).vocab_size * model.dtype.itemsize
+    ways = "give a smaller --batch" if rows > 1 else "give shorter sequences"
+    check_host(f"logits of {rows} sequences of {length} tokens", (len(models) + 1) * each, ways)
 
 
 def _batches(text: Tensor, window: int, batch: int, begin: int | None) -> Iterator[tuple[Tensor, Tensor]]:

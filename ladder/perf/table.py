@@ -1,4 +1,6 @@
-"""Predicted figures as tables for a terminal: what is the same in all rows stands above them. No torch here."""
+"""Predicted figures as tables for a terminal: what is the same in all rows stands above them; and what has a name.
+No torch here.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +8,14 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
+
+from ladder.comm.link import LINKS
+from ladder.config import SIZES
+from ladder.config.quantization import NAMED
+from ladder.perf.arms import ARMS
+from ladder.perf.chips import CHIPS
+from ladder.perf.costs import RankCosts
+from ladder.wiring import EXAMPLES, Wiring
 
 Row = dict[str, Any]
 
@@ -141,3 +151,65 @@ def _shown(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+LISTED = ("sizes", "chips", "links", "wirings", "weights")
+_LAYERS = 8  # of the model whose all-reduces are counted
+
+
+def named(what: str) -> list[Row]:
+    """What has a name that options take."""
+    match what:
+        case "sizes":
+            return [
+                {
+                    "name": name,
+                    "billion": float(f"{RankCosts(size, 1, element_bytes=1).weight_bytes / 1e9:.3g}"),
+                    "layers": size.layers,
+                    "hidden": size.hidden,
+                    "heads": size.heads,
+                    "kv_heads": size.kv_heads,
+                    "context": size.context,
+                }
+                for name, size in SIZES.items()
+            ]
+        case "chips":
+            return [
+                {
+                    "name": chip.name,
+                    "memory_gb": chip.memory_gb,
+                    "tb_s": chip.read_tb_s,
+                    "tflop_s": chip.bf16_tflop_s,
+                    "links": ", ".join(chip.links),
+                }
+                for chip in CHIPS.values()
+            ]
+        case "links":
+            return [
+                {"name": name, "us": round(link.alpha * 1e6, 3), "gb_s": round(link.beta / 1e9, 3), "what": link.what}
+                for name, link in LINKS.items()
+            ]
+        case "wirings":
+            names = dict.fromkeys([*EXAMPLES, *(name for name, arm in ARMS.items() if len(arm.rows) == 1)])
+            return [_wiring(name) for name in names if name not in ARMS or ARMS[name].link is None]
+        case _:
+            return [{"name": name, "storage": str(storage)} for name, storage in NAMED.items()]
+
+
+def _wiring(name: str) -> Row:
+    """A row of the table, by its two facts in each of its sub-blocks."""
+    attention, mlp = (f"lag {block.lag}, {block.out}" for block in Wiring((name,) * _LAYERS).sub_blocks()[0])
+    each = Wiring((name,) * _LAYERS).all_reduces() / _LAYERS
+    return {"name": name, "attention": attention, "mlp": mlp, "all_reduces_per_layer": round(each, 2)}
+
+
+def print_named(what: str, rows: Sequence[Row], console: Console) -> None:
+    """A table; names come first, and are never cut off."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=what, title_justify="left")
+    for number, key in enumerate(rows[0]):
+        text = isinstance(rows[0][key], str)
+        head = key.replace("_", " ").removesuffix(" per layer") + (" a layer" if key.endswith("_per_layer") else "")
+        table.add_column(head, justify="left" if text else "right", no_wrap=number == 0 or not text)
+    for row in rows:
+        table.add_row(*map(_shown, row.values()))
+    console.print(table)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ladder.config.lock import wiring_of
 from ladder.errors import LadderError
 from ladder.hf.layer import unwrap_states
-from ladder.hf.measures import Estimate, checked_window, compare
+from ladder.hf.measures import Estimate, check_logits, checked_window, compare
 from ladder.hf.wire import layers_of, refuse_settings, unwrapped, wire_layers
 from ladder.progress import Progress
 from ladder.scan.solve import solve
@@ -72,6 +72,7 @@ class Probe:
             raise LadderError(f"batch is {batch} sequences: at least 1 is needed")
         if fit is not None and not self.own.is_standard:
             raise LadderError(f"only a model that was trained as standard can be fitted, and this one is {self.own}")
+        check_logits([self.model, self.model], min(batch, len(sequences)), sequences.shape[1] - 1)
         self.sequences, self.batch = sequences, batch
         self.fit, self.fitted = fit, 0 if fit is None else fit.numel()
         self.tokens = len(sequences) * (sequences.shape[1] - 1)

@@ -16,6 +16,7 @@ from ladder.engine.frontend.supervisor import Restarts
 from ladder.engine.options import EMBEDDED
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError, RankError
+from ladder.hub import name_of
 from ladder.server.app import MOST_HEADERS, make_app
 from ladder.server.endpoint import Served
 from ladder.server.metrics import Metrics
@@ -55,7 +56,7 @@ def model_name(setup: Setup, options: ServerOptions) -> str:
     if options.served_model_name is not None:
         return options.served_model_name
     model = setup.options.model
-    return "ladder-embedded" if model == EMBEDDED else model.resolve().name
+    return "ladder-embedded" if model == EMBEDDED else name_of(model)
 
 
 def load(setup: Setup, options: ServerOptions, progress: Callable[[int], None] | None = None) -> AsyncLLM:

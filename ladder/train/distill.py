@@ -1,5 +1,6 @@
 """ladder adapt: a model is trained under another wiring to agree with its original."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -10,8 +11,10 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+from ladder.config import ModelConfig
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.data.shards import Shards
+from ladder.engine.executors.control import torchrun_rank
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
@@ -43,6 +46,8 @@ from ladder.train.teacher import CacheBuilder, CachedTeacher, OnlineTeacher, Ran
 from ladder.train.trainer import StalenessSchedule
 from ladder.wiring import Wiring
 
+logger = logging.getLogger(__name__)
+
 
 def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) -> dict[str, Any]:
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
@@ -56,6 +61,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     folder.check(options.out, wanted)
     with quiet():
         wiring, tokenizer, quantizer = _checked(options, training)
+        _remark_on_family(options)
 
     def make(data: TrainingData, args: Any) -> TrainingTask:
         def original() -> Any:
@@ -93,6 +99,17 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         return TrainingTask(model, weights, teacher, sequences, staleness, finish)
 
     return run_training(options.out, wanted, training, make, progress)
+
+
+def _remark_on_family(options: AdaptOptions) -> None:
+    """Said before the training: what it gives may be for transformers alone."""
+    own = torchrun_rank()
+    if options.method == "side" or (own is not None and own.rank):
+        return
+    try:
+        ModelConfig.from_hf(pretrained(AutoConfig, options.model).to_dict())
+    except LadderError as error:
+        logger.warning("what is trained will run in transformers alone, not in ladder generate and serve: %s", error)
 
 
 def _dtype(training: TrainingOptions) -> torch.dtype:

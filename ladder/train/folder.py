@@ -86,7 +86,7 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
 
 
 def _finished(out: Path) -> LadderError:
-    return LadderError(f"{out} is finished: name a new folder")
+    return LadderError(f"{out} is finished: name a new folder (and --init-from {out}, to train it further)")
 
 
 def _read_run(out: Path) -> dict[str, Any]:

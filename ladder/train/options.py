@@ -230,6 +230,7 @@ class ScratchOptions:
     size: str | None = option(None, "A named size; its vocabulary becomes that of the data.")
     recipe: str | None = option(None, "A recipe: a size and how to train it; options that are given override it.")
     wiring: str = option("ladder", "As in 'ladder' or 'standard:16 ladder:16'.")
+    init_from: Path | None = option(None, "Folder of a finished run of the same model, to train further.")
     ranks: int = option(1, "TP degree that a desync wiring is trained for, by emulated ranks.")
     shared_norm: bool = option(False, "One norm a layer, which attention and MLP both read through, as in PaLM.")
     tp: int = option(1, "Under torchrun: ranks that share one model, the native decoder; the rest is data parallel.")

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
 from ladder.config import ModelConfig
-from ladder.config.lock import unlocked
+from ladder.config.lock import shared_norm_of, unlocked
 from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.card import trained_card
 from ladder.hf.families import layout_of
-from ladder.hf.load import pretrained
+from ladder.hf.load import pretrained, quiet
 from ladder.hf.ranks import output_projection
 from ladder.hf.wire import check_ranks, layers_of
 from ladder.perf.costs import RankCosts
 from ladder.progress import Progress
+from ladder.scan.checkpoints import check_init_from, read_tokenizer
 from ladder.train import folder
 from ladder.train.loss import LossWeights
 from ladder.train.options import ScratchOptions, TrainingOptions
@@ -37,7 +38,8 @@ def train(
     `named`: options that override the recipe; None: those that differ from their defaults.
     """
     config, training = _chosen(options, training, named)
-    wanted = folder.described(options, training, data=training.data, valid=training.valid)
+    folders = {"data": training.data, "valid": training.valid, "init_from": options.init_from}
+    wanted = folder.described(options, training, **folders)
     folder.check(options.out, wanted)
     shards = Shards.open(training.data)
     wiring = Wiring.parse(options.wiring, config.layers)
@@ -46,6 +48,8 @@ def train(
         raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
+    if options.init_from is not None:
+        _check_init_from(options, config, wiring, training)
     count = RankCosts(config, 1, element_bytes=1).weight_bytes
     check_memory(options.size or str(options.recipe), count, TRAINED_BYTES, training, options.tp)
     check_ranks(wiring, max(options.tp, options.ranks))
@@ -61,17 +65,19 @@ def train(
         wired = replace(config, wiring=wiring, ranks=options.tp if wiring.local else 1)
         return loop.train(wired, hf_config(config), options, training, wanted, complete, progress)
 
+    def finish(trainer: Any, out: Path) -> None:
+        save_trained(trainer, out, getattr(torch, config.dtype))
+        if trainer.args.process_index == 0:
+            complete(out)
+
     def make(data: TrainingData, args: Any) -> TrainingTask:
         set_seed(training.seed)
+        if options.init_from is not None:  # which has its wiring
+            model = pretrained(AutoModelForCausalLM, str(options.init_from), dtype=torch.float32)
+            return TrainingTask(model, LossWeights(0.0, 1.0), None, lambda: data.train, None, finish)
         model = new_model(config)
         more = {"ranks": options.ranks} if options.ranks > 1 else {}
         rewire(model, wiring, **more)
-
-        def finish(trainer: Any, out: Path) -> None:
-            save_trained(trainer, out, getattr(torch, config.dtype))
-            if trainer.args.process_index == 0:
-                complete(out)
-
         return TrainingTask(model, LossWeights(0.0, 1.0), None, lambda: data.train, None, finish)
 
     return run_training(options.out, wanted, training, make, progress)
@@ -86,6 +92,19 @@ def _chosen(
         return row.config, row.filled(training, named)
     assert options.size is not None
     return ModelConfig.named(options.size), training
+
+
+def _check_init_from(options: ScratchOptions, config: ModelConfig, wiring: Wiring, training: TrainingOptions) -> None:
+    """Refuse a run that is not of this model, its wiring and its tokenizer."""
+    assert options.init_from is not None
+    if options.tp > 1:
+        raise LadderError("--init-from is not for --tp: leave one of them out")
+    plain = hf_config(config)
+    with quiet():
+        check_init_from(options.init_from, plain, wiring, options.ranks)
+        if shared_norm_of(pretrained(AutoConfig, str(options.init_from)).to_dict()) != options.shared_norm:
+            raise LadderError(f"{options.init_from} has other norms: give --shared-norm where it was trained with it")
+        read_tokenizer(str(options.init_from), plain, training.data, training.valid)
 
 
 def new_model(config: ModelConfig) -> Any:
