@@ -187,3 +187,17 @@ def test_the_command(run: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = run("doctor", "--json")
     report = json.loads(out)
     assert status == 0 and report["python"] == sys.version.split()[0] and report["packages"]["torch"]
+
+
+def test_without_torch_a_command_is_a_sentence(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(doctor, "examine", missing)
+    status, out, err = run("doctor")
+    assert (status, out, err.count("\n")) == (1, "", 1) and "torch is not installed: pip install torch" in err
+    monkeypatch.setattr(doctor, "examine", lambda *_: __import__("nosuchmodule"))
+    with pytest.raises(ModuleNotFoundError):
+        run("doctor")

@@ -12,6 +12,8 @@ from ladder.errors import LadderError, RankError
 __all__ = ["app", "chat", "data", "generate", "load", "machine", "main", "measure", "models", "plan", "scan", "serve"]
 __all__ += ["train"]
 
+REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub")  # what computes needs these
+
 # click's, which typer carries under a private name
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -28,6 +30,10 @@ def main() -> NoReturn:
         _leave(str(error), 2)
     except (RankError, OSError) as error:
         _leave(str(error), 1)
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        _leave(f"{error.name} is not installed: pip install {error.name}; ladder doctor says what else is missing", 1)
 
 
 def _leave(reason: str, status: int) -> NoReturn:
