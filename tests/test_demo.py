@@ -154,7 +154,7 @@ def test_an_empty_prompt_is_refused(run: Callable[..., tuple[int, str, str]]) ->
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    """No process is left, whenever it comes."""
+    """While the ranks write: no process is left."""
     command = [sys.executable, "-m", "ladder", "demo", "--device", "cpu", "--seconds", "60"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         try:
