@@ -175,13 +175,16 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_gpu_measures(tmp_path: Path) -> None:
+def test_what_a_gpu_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest model that fits, and one rank of a large one where its shard fits."""
 
     def sizes(gigabytes: int) -> list[tuple[str, int]]:
         planned = gpu.planned(tmp_path / "bench.jsonl", Hardware(1, gigabytes * GB, 100 * GB))
         return [(options.size[0], options.tp[0]) for options in planned]
 
+    monkeypatch.setattr(gpu, "PRESENT", False)
+    assert sizes(141) == [("llama-3-8b", 1)]  # without Triton
+    monkeypatch.setattr(gpu, "PRESENT", True)
     assert sizes(141) == [("llama-3-8b", 1), ("llama-3-70b", 8)]
     assert sizes(12) == [("llama-3.2-3b", 1)]
     with pytest.raises(LadderError, match="use --device cpu"):
@@ -191,6 +194,7 @@ def test_what_a_gpu_measures(tmp_path: Path) -> None:
 def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The cells are those of `ladder bench`; what would measure them is a stand-in."""
     monkeypatch.setattr(Hardware, "present", lambda: Hardware(1, 141 * GB, 100 * GB))
+    monkeypatch.setattr(gpu, "PRESENT", True)
     measured: list[tuple[str, int, str]] = []
 
     def measure(options: BenchOptions, progress: Callable[[int, int, str], None]) -> Iterator[dict[str, Any]]:

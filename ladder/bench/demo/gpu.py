@@ -23,6 +23,7 @@ from ladder.bench.sweep.sweep import bench
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.lanes import Step
 from ladder.errors import LadderError
+from ladder.jit import PRESENT
 from ladder.perf.memory import TooLarge
 from ladder.progress import Progress
 
@@ -52,7 +53,7 @@ def planned(out: Path, here: Hardware) -> list[BenchOptions]:
     one_rank = BenchOptions(
         size=(SHARD,), arm=ARMS, tp=(RANKS,), emulate_link=(LINK,), mode="one-rank", device="cuda", out=out, **TOKENS
     )
-    if _fits(one_rank, here):
+    if PRESENT and _fits(one_rank, here):  # a rank alone is measured by our kernels
         found.append(one_rank)
     if not found:
         raise LadderError("this GPU has no room for the smallest model of the demo: use --device cpu")
