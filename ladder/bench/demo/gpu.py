@@ -99,7 +99,7 @@ def demo_gpu(
             rows.append(row)
             live.update(_table(rows, doing))
         live.update(_table(rows, ""))
-    console.print(_said(rows), highlight=False)
+    console.print(_said(rows), markup=False, highlight=False)
     if any(row["tp"] > 1 for row in rows):
         _traced(options, console, trace)
     console.print("\n[bold]Next[/bold]")
@@ -114,7 +114,7 @@ def _traced(options: DemoOptions, console: Console, trace: Callable[[list[str]],
         try:
             trace([folder, LINK])
         except (LadderError, RuntimeError) as error:  # no matplotlib, or a profiler that does not tell enough
-            console.print(f"no timeline: {error}", highlight=False, soft_wrap=True)
+            console.print(f"no timeline: {error}", markup=False, highlight=False, soft_wrap=True)
             return
         lines = (Path(folder) / "one_rank_steps.jsonl").read_text(encoding="utf-8").splitlines()
         shutil.copyfile(Path(folder) / "one_rank_lanes.png", options.out)
@@ -125,7 +125,7 @@ def _traced(options: DemoOptions, console: Console, trace: Callable[[list[str]],
     console.print(f"\n[bold]{about}[/bold]", highlight=False)
     titles = [f"{step.wiring}: {row['step_ms']:.2f} ms in all" for step, row in zip(steps, rows, strict=True)]
     timeline(list(zip(titles, steps, strict=True)), console, ms)
-    console.print(f"wrote {options.out}: the same as a picture", highlight=False, soft_wrap=True)
+    console.print(f"wrote {options.out}: the same as a picture", markup=False, highlight=False, soft_wrap=True)
 
 
 def speedup(rows: Sequence[Row], row: Row) -> float | None:

@@ -148,6 +148,6 @@ def _picture(found: Found, console: Console, out: Path) -> None:
     try:
         draw([found.steps[name] for name in SHOWN], title, out, titles)
     except LadderError as error:  # no matplotlib
-        console.print(f"no picture file: {error}", highlight=False, soft_wrap=True)
+        console.print(f"no picture file: {error}", markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(f"wrote {out}: the same as a picture", highlight=False, soft_wrap=True)
+        console.print(f"wrote {out}: the same as a picture", markup=False, highlight=False, soft_wrap=True)

@@ -40,7 +40,7 @@ def timeline(steps: Sequence[tuple[str, Step]], console: Console, ms: float) -> 
     """Steps under each other, each under its title, from their beginning to `ms` milliseconds."""
     width = max(20, min(console.width, 160) - LABEL)
     for title, step in steps:
-        console.print(title, highlight=False)
+        console.print(title, markup=False, highlight=False)
         for name, line in lanes(step, width, ms):
             console.print(Text(f"{name:<{LABEL}}").append_text(line), no_wrap=True, overflow="crop")
     console.print(LEGEND, style="dim", highlight=False)
