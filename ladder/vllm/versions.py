@@ -44,11 +44,12 @@ def keep_partial(block: nn.Module) -> int:
     Projections have a flag for it, and so have experts, whose all-reduce comes behind their kernels.
     """
     found = 0
-    for module in block.modules():
-        if hasattr(module, "reduce_results"):
-            found += bool(module.reduce_results)
-            module.reduce_results = False
-        moe = getattr(module, "moe_config", None)
+    each: Any
+    for each in block.modules():
+        if hasattr(each, "reduce_results"):
+            found += bool(each.reduce_results)
+            each.reduce_results = False
+        moe: Any = getattr(each, "moe_config", None)
         if hasattr(moe, "skip_final_all_reduce"):
             found += not moe.skip_final_all_reduce
             moe.skip_final_all_reduce = True
