@@ -13,6 +13,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
@@ -73,9 +74,13 @@ def captures_whole() -> bool:
 def default_modes(config: VllmConfig) -> None:
     """Where the user says nothing: no torch.compile, and decode steps as whole CUDA graphs; with breakable graphs,
     which vLLM has behind an environment variable of its own, prompts as well.
+
+    On a CPU vLLM lays out what a pipeline stage receives in a run that it leaves out without the compiler; there is
+    nothing in a wired model that the compiler would find.
     """
     compilation = config.compilation_config
-    if compilation.mode is None:
+    staged = config.parallel_config.pipeline_parallel_size > 1 and current_platform.is_cpu()
+    if compilation.mode is None and not staged:
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is None and not is_breakable_cudagraph_enabled():
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
