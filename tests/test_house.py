@@ -33,6 +33,7 @@ ROWS += [
     "kernels",
     "model",
     "plotting",
+    "charts",
     "perf",
     "checkpoint",
     "engine",
@@ -46,6 +47,7 @@ ROWS += [
     "client",
     "load",
     "report",
+    "explore",
     "chat",
 ]
 ROWS += ["cli", "__main__"]

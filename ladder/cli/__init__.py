@@ -5,11 +5,25 @@ from typing import NoReturn
 
 import typer
 
-from ladder.cli import chat, data, generate, load, measure, models, plan, scan, serve, train
+from ladder.cli import chat, data, explore, generate, load, measure, models, plan, scan, serve, train
 from ladder.cli.verbs import app, renamed
 from ladder.errors import LadderError, RankError
 
-__all__ = ["app", "chat", "data", "generate", "load", "main", "measure", "models", "plan", "scan", "serve", "train"]
+__all__ = [
+    "app",
+    "chat",
+    "data",
+    "explore",
+    "generate",
+    "load",
+    "main",
+    "measure",
+    "models",
+    "plan",
+    "scan",
+    "serve",
+    "train",
+]
 
 # click's, which typer carries under a private name
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

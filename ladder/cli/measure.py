@@ -46,9 +46,7 @@ def trace(options: TraceOptions) -> None:
     from ladder.comm.link import Link
     from ladder.config import ModelConfig
     from ladder.devices import device
-    from ladder.plotting import load_pyplot
 
-    load_pyplot()
     source = Random() if options.model is None else Directory(options.model)
     config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
     config.check_degree(options.tp)
@@ -68,9 +66,8 @@ def trace(options: TraceOptions) -> None:
         table.add_row(step.wiring, str(account["all_reduces"]), *figures, hidden)
     if not options.json:
         Console().print(table)
-        typer.echo(
-            f"wrote {options.out}: lanes.png, steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)"
-        )
+        drawn = "lanes.png, " if (options.out / "lanes.png").exists() else ""
+        typer.echo(f"wrote {options.out}: {drawn}steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)")
 
 
 @dataclass(frozen=True)
