@@ -20,12 +20,13 @@ def explore(options: ExploreOptions) -> None:
 
     offer = options.offer()
     load_library()
-    answers = Answers(offer, Measured.of(options.inputs))
+    measured = Measured.of(options.inputs)  # refused before anything is done
     if options.out is not None:
         with steps_bar("predicting") as progress:
-            count = write(offer, answers, options.out, progress)
+            count = write(offer, options.inputs, options.out, progress)
         typer.echo(f"wrote {options.out}: {count} settings")
         return
+    answers = Answers(offer, measured)
     with Server(options.port, page(offer), answers) as server:
         typer.echo(f"exploring at {server.url} (Ctrl-C ends it)")
         if options.open:

@@ -24,8 +24,8 @@ Predict = Callable[[Deployment], dict[str, Any]]
 class Answers:
     """Of one page: predictions are made once."""
 
-    def __init__(self, offer: Offer, measured: Measured) -> None:
-        self._offer, self._measured = offer, measured
+    def __init__(self, offer: Offer, measured: Measured, alphas: Sequence[float] = tuple(SWEEPS["link"])) -> None:
+        self._offer, self._measured, self._alphas = offer, measured, alphas
         self._predict: Predict = lru_cache(REMEMBERED)(predict)
 
     def of(self, choice: Choice) -> dict[str, Any]:
@@ -38,6 +38,7 @@ class Answers:
         return {
             "command": choice.command,
             "rows": rows,
+            "measured": self._measured.here(choice),
             "advice": advice(dict(zip(WIRINGS, rows, strict=True))),
             "timelines": [_packed(step) for step in steps],
             "remarks": list(dict.fromkeys(text for row in rows for text in (row["remark"], row["assumed"]) if text)),
@@ -46,7 +47,7 @@ class Answers:
     def curve(self, choice: Choice) -> dict[str, Any]:
         """Speed-up against the link's latency, its bandwidth as it is; measured points; the chosen link's place."""
         found: dict[str, list[list[float]]] = {}
-        for alpha in SWEEPS["link"]:
+        for alpha in self._alphas:
             wanted = [replace(choice.deployment(wiring), alpha_us=alpha) for wiring in WIRINGS]
             rows = self._rows(wanted)
             for wiring, row in zip(WIRINGS, rows, strict=True):
@@ -73,7 +74,7 @@ class Answers:
                     each = replace(choice, tp=tp, link=link)
                     rows += self._rows(replace(each, batch=batch).deployment(wiring) for batch in self._offer.batch)
             points = [_point(row) for row in rows if row is not None]
-            found[wiring] = [point for point in _front(points) if point["front"] or _is(point, choice)]
+            found[wiring] = _front(points)
         return {"points": found, "measured": self._measured.rates(choice)}
 
     def _rows(self, deployments: Iterable[Deployment]) -> list[dict[str, Any] | None]:
@@ -120,7 +121,3 @@ def _front(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append({**point, "front": point["gpu"] > best})
         best = max(best, point["gpu"])
     return found
-
-
-def _is(point: dict[str, Any], choice: Choice) -> bool:
-    return bool(point["tp"] == choice.tp and point["batch"] == choice.batch)

@@ -130,6 +130,8 @@ function showAnswer() {
   const titles = html("tr", {}, head);
   html("th", { scope: "col" }, titles, "wiring");
   for (const [, title] of COLUMNS) html("th", { scope: "col" }, titles, title);
+  const measured = Object.keys(answer.measured).length > 0;
+  if (measured) html("th", { scope: "col" }, titles, "measured");
   html("th", { scope: "col", class: "share", "aria-hidden": "true" }, titles, "");
   const most = Math.max(...answer.rows.map((row) => row.speedup));
   const pressed = document.activeElement?.dataset?.wiring;
@@ -140,6 +142,11 @@ function showAnswer() {
     button.append(sign(row.wiring, looks), row.wiring);
     button.addEventListener("click", () => toggle(row.wiring));
     for (const [key, , write] of COLUMNS) html("td", { "data-key": key, "data-value": String(row[key]) }, line, write(row[key]));
+    if (measured) {
+      const own = answer.measured[row.wiring];
+      const cell = html("td", { "data-key": "measured" }, line, own ? `${number(own.y, 2)}×` : "");
+      if (own) cell.title = `${own.how}, ${number(own.ms)} ms per token, context ${own.context}, commit ${own.commit ?? "unknown"}`;
+    }
     const bar = html("span", { class: "bar" }, html("td", { class: "share", "aria-hidden": "true" }, line));
     bar.style.width = `${(100 * row.speedup) / most}%`;
     bar.style.background = looks[row.wiring].colour;
@@ -226,11 +233,12 @@ async function drawFrontier() {
   const { points: found, measured, refused } = shown.frontier;
   if (refused) return;
   showLegend("frontier", distinct([...Object.keys(found), ...measured.map((m) => m.wiring)]));
-  const all = Object.entries(found).flatMap(([arm, points]) => points.map((point) => ({ arm, ...point })));
+  const isChosen = (p) => String(p.tp) === choice.tp && String(p.batch) === choice.batch;
+  const all = Object.entries(found).flatMap(([arm, points]) => points.map((point) => ({ arm, ...point }))).filter((p) => p.front || isChosen(p));
   const lines = all.filter((p) => p.front).map((p, order) => ({ arm: p.arm, x: p.user, y: p.gpu, order }));
   const tips = (p) => [["tokens/s for each user", number(p.user)], ["tokens/s for each GPU", number(p.gpu)]];
   const dots = all.map((p) => ({ arm: p.arm, x: p.user, y: p.gpu, title: `${p.arm}: ${p.tp} GPU${p.tp > 1 ? "s" : ""}, batch ${p.batch}`, tips: tips(p) }));
-  const rings = all.filter((p) => String(p.tp) === choice.tp && String(p.batch) === choice.batch).map((p) => ({ arm: p.arm, x: p.user, y: p.gpu }));
+  const rings = all.filter(isChosen).map((p) => ({ arm: p.arm, x: p.user, y: p.gpu }));
   const measuredPoints = measured.map((m) => ({ arm: m.wiring, x: m.user, y: m.gpu, title: `${m.wiring}, measured: ${m.tp} GPUs, batch ${m.batch}`, tips: [...tips(m), ["how", m.how], ["commit", m.commit ?? "unknown"]] }));
   await draw(plot("frontier"), { ...charts.frontier, datasets: { lines, dots, points: measuredPoints, rings } }, "Pareto frontier", hidden);
   document.querySelector("#frontier .facts").textContent = measured.length ? `${measured.length} larger points: measured (${distinct(measured.map((m) => m.how)).join("; ")}). Lines and dots: predicted.` : "All predicted.";
