@@ -28,10 +28,10 @@ def explore(options: ExploreOptions) -> None:
         return
     answers = Answers(offer, measured)
     with Server(options.port, page(offer), answers) as server:
-        typer.echo(f"exploring at {server.url} (Ctrl-C ends it)")
-        if options.open:
-            webbrowser.open(server.url)
         try:
+            typer.echo(f"exploring at {server.url} (Ctrl-C ends it)")
+            if options.open:
+                webbrowser.open(server.url)
             server.serve_forever()
         except KeyboardInterrupt:
             typer.echo("stopped")

@@ -8,11 +8,16 @@ from ladder.charts.looks import TIMES
 Row = Mapping[str, Any]
 
 NOTHING, LITTLE = 1.03, 1.10  # speed-ups below which Ladder gives nothing, and little
+SLOW = 0.5  # share of a step that standard waits: more cannot be hidden behind what is left
+KEEP = "Keep the standard wiring: Ladder pays where all-reduces take a larger part of the time, as on slower links."
+TOO_SLOW = "The link is so slow that there is hardly any computation to hide it behind: fewer GPUs may be faster."
 CLEARLY = 1.05  # another wiring is named when it is so many times as fast as Ladder
 # wirings that are named beside it, with what is known of their quality
 OTHERS = {
-    "ladder-1-2": "in training from scratch its loss was as good as ladder's",
-    "ladder-2": "in training from scratch its loss was somewhat above ladder's",
+    "parallel": "it has half as many all-reduces, and its loss was as good as ladder's when small models were trained",
+    "desync-2x": "it has half as many all-reduces, but its loss was above ladder's when small models were trained",
+    "ladder-1-2": "its loss was as good as ladder's when small models were trained",
+    "ladder-2": "its loss was somewhat above ladder's when small models were trained",
     "parallel-1": "what it costs in quality has not been measured",
 }
 
@@ -35,8 +40,9 @@ def advice(rows: Mapping[str, Row]) -> dict[str, Any]:
     if verdict == "little":
         reasons.append("A model must be trained or adapted for it: weigh that against the gain.")
     reasons += _others(rows, gain)
-    if verdict == "nothing" and not alone and len(reasons) == 1:
-        reasons.append("Keep the standard wiring, or take more GPUs or a slower link into account: there it pays.")
+    if verdict == "nothing" and not alone:
+        slow = standard["exposed_ms"] > SLOW * standard["tpot_ms"]
+        reasons.append(TOO_SLOW if slow else KEEP)
     return {"verdict": verdict, "headline": headline, "reasons": reasons}
 
 
@@ -62,7 +68,7 @@ def _between(standard: Row, ladder: Row) -> str:
         return f"{base}; Ladder hides all of the communication behind computation."
     if hidden < 0.02:
         return f"{base}; Ladder hides none of it."
-    slow = ": the link is slower than the computation that could hide it" if _slow(ladder) else ""
+    slow = ": an all-reduce takes longer than a sub-block that it runs behind" if _slow(ladder) else ""
     return f"{base}; Ladder hides {hidden:.0%} of the communication{slow}."
 
 

@@ -8,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 const plot = (id) => document.querySelector(`#${id} .plot`);
 const FIELDS = { size: "Model", chip: "Chip", tp: "GPUs", link: "Link between them", batch: "Batch (sequences)", prompt: "Context", weights: "Weights" };
 const OWN = "own"; // the entry of a link that is typed
-let choice = { ...start }, shown = {}, turn = 0;
+let choice = { ...start }, shown = {}, turn = 0, due;
 
 // --- answers: from the server, or from the file ---------------------------------------------------------------------
 
@@ -57,7 +57,8 @@ function showChoices() {
 // Links that join so many GPUs; on one GPU there is none. The same kind of link stays chosen.
 function showLinks() {
   const entries = [...offer.links[choice.tp]], names = entries.map((e) => e.value), stem = (name) => name.split("_tp")[0];
-  const own = DATA.answers === undefined, isOwn = /^[0-9].*,/.test(choice.link) && !names.includes(choice.link);
+  const known = Object.values(offer.links).flat().some((e) => e.value === choice.link);
+  const own = DATA.answers === undefined, isOwn = own && !known;
   if (!names.includes(choice.link) && !isOwn) choice.link = names.find((name) => stem(name) === stem(choice.link)) ?? names[0] ?? choice.link;
   if (own) entries.push({ value: OWN, name: "own: latency,bandwidth" });
   options(form.link, entries, isOwn ? OWN : choice.link);
@@ -74,7 +75,9 @@ function choose(name, value) {
   choice[name] = value;
   if (name === "tp" || name === "link") showLinks();
   history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
-  show();
+  document.body.dataset.answered = document.body.dataset.shown = "";
+  clearTimeout(due); // several changes at once, as by the arrow keys, are asked about once
+  due = setTimeout(show, 80);
 }
 // A setting can be linked to: it is in the address.
 function fromAddress() {
@@ -94,6 +97,7 @@ async function show() {
   if (mine !== turn) return;
   shown = { answer };
   showAnswer();
+  document.body.dataset.answered = keyOf("answer");
   if (!answer.refused) await drawLayer();
   for (const [what, drawn] of [["curve", drawCurve], ["frontier", drawFrontier]]) {
     const found = answer.refused ? { refused: answer.refused } : await ask(what).catch(() => ({ refused: "The server does not answer any more." }));
