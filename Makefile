@@ -4,7 +4,7 @@
 # make docs   build the documentation as a site, build/site/index.html; links that lead nowhere are errors
 # make dist   a wheel and a source distribution in dist/, each tried in an environment of its own: DIST_PYTHON=python3.13
 #             tries them with another Python
-# make test-vllm  the tests with vLLM on a CPU, in an environment of their own, .venv-vllm
+# make test-vllm   the tests with vLLM on a CPU, in an environment of their own, .venv-vllm
 # All need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -69,8 +69,6 @@ dist: $(READY)
 	rm -rf build
 	ls -lh dist
 
-clean:
-	rm -rf $(VENV) $(TRL) build dist
 # torch first, as above. torchvision and its like come along as builds for GPUs, which do not load beside this torch
 VLLM := .venv-vllm
 $(VLLM)/ready: pyproject.toml constraints.txt constraints-vllm.txt
@@ -87,4 +85,4 @@ test-vllm: $(VLLM)/ready
 	$(VLLM)/bin/python -m pytest tests/vllm
 
 clean:
-	rm -rf $(VENV) $(TRL) $(VLLM) build
+	rm -rf $(VENV) $(TRL) $(VLLM) build dist

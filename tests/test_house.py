@@ -34,6 +34,7 @@ ROWS += [
     "kernels",
     "model",
     "plotting",
+    "charts",
     "perf",
     "checkpoint",
     "engine",
@@ -47,6 +48,7 @@ ROWS += [
     "client",
     "load",
     "report",
+    "explore",
     "chat",
     "vllm",
 ]

@@ -5,12 +5,12 @@ from typing import NoReturn
 
 import typer
 
-from ladder.cli import chat, data, generate, load, machine, measure, models, plan, scan, serve, train
+from ladder.cli import chat, data, explore, generate, load, machine, measure, models, plan, scan, serve, train
 from ladder.cli.verbs import app, renamed
 from ladder.errors import LadderError, RankError
 
-__all__ = ["app", "chat", "data", "generate", "load", "machine", "main", "measure", "models", "plan", "scan", "serve"]
-__all__ += ["train"]
+__all__ = ["app", "chat", "data", "explore", "generate", "load", "machine", "main", "measure", "models", "plan"]
+__all__ += ["scan", "serve", "train"]
 
 REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub")  # what computes needs these
 
