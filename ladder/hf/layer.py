@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -268,7 +268,7 @@ def wired_class(own: Any) -> Any:
 
 def reduced(module: nn.Module, made: Callable[[Any], Any], protocol: int) -> tuple[Any, ...]:
     """What pickle keeps of a module whose class was `made` of another one of that name."""
-    _, _, *rest = nn.Module.__reduce_ex__(module, max(2, protocol))
+    _, _, *rest = cast(tuple[Any, ...], nn.Module.__reduce_ex__(module, max(2, protocol)))
     return _new, (made, type(module).__bases__[-1]), *rest
 
 

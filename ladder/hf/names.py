@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
@@ -103,8 +103,11 @@ def register_adapters() -> None:
     """
     if find_spec("peft") is None:
         return
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
+    try:
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTuner
+    except ImportError:  # one that does not fit this transformers: nobody can use it
+        return
 
     inject, prompts, save = BaseTuner.inject_adapter, PeftModel._setup_prompt_encoder, PeftModel.save_pretrained
 
@@ -125,9 +128,9 @@ def register_adapters() -> None:
             mark_adapters(outer, str(name))
         return save(outer, *arguments, **options)
 
-    BaseTuner.inject_adapter = cast(Any, inject_adapter)
-    PeftModel._setup_prompt_encoder = cast(Any, _setup_prompt_encoder)
-    PeftModel.save_pretrained = cast(Any, save_pretrained)
+    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign, assignment]
+    PeftModel._setup_prompt_encoder = _setup_prompt_encoder  # type: ignore[method-assign, assignment]
+    PeftModel.save_pretrained = save_pretrained  # type: ignore[method-assign, assignment]
 
 
 def check_adapter(adapter: Any, model: Any) -> None:

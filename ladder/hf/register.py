@@ -290,8 +290,8 @@ def check_wired_as_said(model: Any) -> None:
     for stack, wiring in zip(stacks, wirings, strict=True):
         rows = zip(stack.layers, wiring.layers, wiring.layer_blocks(len(stack.layout.branches)), strict=True)
         for layer, name, blocks in rows:
-            wired = isinstance(layer, WiredLayer)
-            if layer.spec.wiring != row_of(stack, name, blocks) if wired else name != "standard":
+            found = layer.spec.wiring if isinstance(layer, WiredLayer) else None
+            if name != "standard" if found is None else found != row_of(stack, name, blocks):
                 raise LadderError(
                     f"the layers of this {type(model).__name__} are wired otherwise than its config says, and would be "
                     "loaded as that says: rewire(model, wiring) makes both the same"
