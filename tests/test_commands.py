@@ -43,7 +43,7 @@ SMALL = {
 }
 # patterns for models of other depths than the stand-in's four layers
 WORDS = {"standard:16 ladder:16": "standard:2 ladder:2", "standard:15 ladder:15": "ladder"}
-COMING = {"demo", "explore", "doctor"}  # verbs that may not be there yet
+COMING = {"demo", "doctor", "explore", "list"}  # verbs that may not be there yet
 # what is not run, and why
 PARSED: dict[str, Callable[[list[str]], bool]] = {
     "several processes": lambda words: "--tp" in words and words[1] not in ("plan", "tune", "generate"),
