@@ -1,4 +1,4 @@
-"""The site: pictures of `results/` are part of it, under the links that pages have in the repository."""
+"""The site: every page is in its menu; pictures of `results/` have the links that they have in the repository."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,15 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """A page that the menu of mkdocs.yml does not name comes at the end of its section `Use`."""
+    folder = Path(config.docs_dir)
+    (use,) = [section["Use"] for section in config.nav if "Use" in section]
+    pages = [str(page.relative_to(folder)) for page in sorted(folder.rglob("*.md"))]
+    use += [page for page in pages if page not in str(config.nav)]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

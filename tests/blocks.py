@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INDENTED = re.compile(r"^    (?:ladder|python|torchrun|make|pip) [a-z-]", re.MULTILINE)
+PROGRAMS = ("ladder", "python", "torchrun", "make", "pip", "vllm")
+INDENTED = re.compile(rf"(?:^    (?:{'|'.join(PROGRAMS)}) \S.*\n(?:    .*\n)*)+", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,19 @@ def blocks(language: str, pages: list[Path] | None = None) -> Iterator[Block]:
                 yield Block(str(page.relative_to(ROOT)), text[: found.start()].count("\n") + 2, found[2])
 
 
+def shell_blocks(pages: list[Path] | None = None) -> Iterator[Block]:
+    """Between fences, or indented and beginning with a program."""
+    yield from blocks("sh", pages)
+    for page in pages or PAGES:
+        text = page.read_text(encoding="utf-8")
+        for found in INDENTED.finditer(FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)):
+            lines = "".join(line[4:] for line in found[0].splitlines(keepends=True))
+            yield Block(str(page.relative_to(ROOT)), text[: found.start()].count("\n") + 1, lines)
+
+
 def commands(pages: list[Path] | None = None) -> Iterator[tuple[Block, list[str]]]:
     """Every command of the shell blocks, as words; `> FILE` at its end is left out."""
-    for block in blocks("sh", pages):
+    for block in shell_blocks(pages):
         number = block.line
         for line in block.text.replace("\\\n", "  ").splitlines():
             words = shlex.split(line, comments=True)

@@ -36,6 +36,7 @@ SAID = {
     "docs/how-it-works.md": {"0.75"},
     "docs/performance.md": {"4.75"},
     "docs/quality.md": {"118.2"},
+    "docs/serving.md": {"0.32"},  # a version of vLLM
     "docs/use/adapt.md": {"0.4"},
     "docs/use/generate.md": {"8.9"},
 }
@@ -126,7 +127,7 @@ def stands_in(figure: str, known: list[frozenset[float]]) -> bool:
 def prose(text: str) -> str:
     """Without code, tables, formulas and links."""
     lines = [line for line in without_code(MARK.sub("", text)).splitlines() if not line.startswith(("|", "    "))]
-    return re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv [\d.]+|vLLM [\d.]+", "", "\n".join(lines))
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|(?:arXiv|vLLM|torch) [\d.]+", "", "\n".join(lines))
 
 
 @pytest.mark.parametrize("name", NAMES)
