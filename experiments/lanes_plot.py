@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ladder.charts.looks import LOOKS
 from ladder.plotting import load_pyplot, plot_style
-from ladder.report.looks import LOOKS
 
 LINKS = {None: "none", "nvlink_oneshot": "8 us", "nvlink_nccl_graph": "13 us", "nvlink_nccl": "24 us"}
 LINKS["pcie_shm_tp8"] = "62 us"

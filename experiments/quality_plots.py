@@ -10,9 +10,9 @@ python -m experiments.quality_plots
 from pathlib import Path
 from typing import Any
 
+from ladder.charts.looks import looks
 from ladder.perf.measurements import read_lines
 from ladder.plotting import load_pyplot, plot_style
-from ladder.report.looks import looks
 
 RESULTS = Path(__file__).parent.parent / "results"
 WAYS = {

@@ -87,6 +87,8 @@ def test_comes_near_to_the_original(name: str, wiring: str, more: dict[str, Any]
     card = " ".join((out / "README.md").read_text().split())
     assert "by distillation from the original:" in card and "ladder eval" not in card
     assert f"{auto(name).__name__}.from_pretrained" in card
+    stacks = len({"siglip": "ti", "whisper": "ed", "t5": "ed"}.get(name, "1"))
+    assert (f"Each of its {stacks} stacks of layers is wired so" if stacks > 1 else "of 3 layers are rewired") in card
 
 
 def test_labels(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 from psutil import Process
 from rich.console import Console
-from rich.text import Text
 
 from ladder.bench.demo import gpu, run, screen
 from ladder.bench.demo.options import DemoOptions
@@ -43,10 +43,9 @@ def test_at_once_changes_nothing_but_the_waiting(worlds: dict[int, World]) -> No
     tokens = torch.arange(6)[None]
 
     def logits(comm: Comm) -> torch.Tensor:
-        torch.manual_seed(comm.rank)
-        model = Decoder(config, comm)
+        model, source = Decoder(config, comm), torch.Generator().manual_seed(comm.rank)  # of this thread alone
         for parameter in model.parameters():
-            parameter.data.normal_(std=0.02)
+            parameter.data.normal_(std=0.02, generator=source)
         with torch.inference_mode():
             return model(tokens, model.new_cache(1, 8))
 
@@ -90,7 +89,7 @@ def test_what_is_said_without_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     assert "without any communication it would be 1.80 times" in plain
     assert "emulated: an all-reduce takes 2.00 ms, 1.17 times as long" in plain
     assert "60 tokens in 2.0 s: 30.0 tokens/s" in plain and "40 tokens in 2.0 s: 20.0 tokens/s" in plain
-    assert "no picture file: pictures need matplotlib" in plain
+    assert "no picture file: pictures need matplotlib: pip install 'ladder-residual[plot]'" in plain
     assert all(command in text for command, _ in screen.NEXT)
     rows = [line for line in text.splitlines() if line.startswith(("compute ", "link "))]
     assert len(rows) == 4 and all(set(row[10:]) <= {*LETTERS.values(), " "} for row in rows)
@@ -118,9 +117,15 @@ def test_cells_of_a_timeline() -> None:
     compute = [Span("attention 0", 0, 2), Span("MLP 0", 4, 6)]
     comm = [Span("all-reduce 0", 2, 4), Span("all-reduce 1", 6, 8)]
     step = Step("waiting", 0, compute, comm, comm)
-    assert [line.plain for line in lanes(step, 16, 16)] == ["AA..MM..        ", "  ==  --        "]
-    assert [line.plain for line in lanes(step, 4, 8)] == ["A.M.", " = -"]
-    assert isinstance(lanes(step, 4, 8)[0], Text)
+    assert plain(step, 16, 16) == {"compute": "AA..MM..        ", "link": "  ==  --        "}
+    assert plain(step, 4, 8) == {"compute": "A.M.", "link": " = -"}
+    both = [Span("attention 0", 0, 2), Span("MLP 0", 0, 4), Span("attention 1", 6, 8)]
+    two = Step("two lanes", 0, both, comm, [Span("all-reduce 0", 0, 0), Span("attention 1", 4, 6)])
+    assert plain(two, 8, 8) == {"attention": "AA  ..AA", "MLP": "MMMM    ", "link": "  ==  --"}
+
+
+def plain(step: Step, width: int, ms: float) -> dict[str, str]:
+    return {name: line.plain for name, line in lanes(step, width, ms)}
 
 
 def test_the_proportion_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +154,7 @@ def test_an_empty_prompt_is_refused(run: Callable[..., tuple[int, str, str]]) ->
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    """No process is left, whenever it comes."""
+    """While the ranks write: no process is left."""
     command = [sys.executable, "-m", "ladder", "demo", "--device", "cpu", "--seconds", "60"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         try:
@@ -170,22 +175,26 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_gpu_measures(tmp_path: Path) -> None:
+def test_what_a_gpu_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest model that fits, and one rank of a large one where its shard fits."""
 
     def sizes(gigabytes: int) -> list[tuple[str, int]]:
         planned = gpu.planned(tmp_path / "bench.jsonl", Hardware(1, gigabytes * GB, 100 * GB))
         return [(options.size[0], options.tp[0]) for options in planned]
 
+    monkeypatch.setattr(gpu, "PRESENT", False)
+    assert sizes(141) == [("llama-3-8b", 1)]  # without Triton
+    monkeypatch.setattr(gpu, "PRESENT", True)
     assert sizes(141) == [("llama-3-8b", 1), ("llama-3-70b", 8)]
     assert sizes(12) == [("llama-3.2-3b", 1)]
     with pytest.raises(LadderError, match="use --device cpu"):
         sizes(0)
 
 
-def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The cells are those of `ladder bench`; what would measure them is a stand-in."""
     monkeypatch.setattr(Hardware, "present", lambda: Hardware(1, 141 * GB, 100 * GB))
+    monkeypatch.setattr(gpu, "PRESENT", True)
     measured: list[tuple[str, int, str]] = []
 
     def measure(options: BenchOptions, progress: Callable[[int, int, str], None]) -> Iterator[dict[str, Any]]:
@@ -196,14 +205,26 @@ def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             figures = {"tpot_ms_p50": ms, "exposed_ms": 1.0, "hidden": 0.5 if cell.tp > 1 else None, "lanes": 2}
             yield {**line_of(cell), **figures}
 
+    def trace(arguments: list[str]) -> None:
+        out, link = Path(arguments[0]), arguments[1]
+        lines = [json.dumps({**asdict(step), "step_ms": 9.5, "link": link}) for step in finished().steps.values()]
+        (out / "one_rank_steps.jsonl").write_text("\n".join(lines) + "\n")
+        (out / "one_rank_lanes.png").write_bytes(b"picture")
+
     console = Console(file=io.StringIO(), width=140)
-    gpu.demo_gpu(DemoOptions(device="cuda"), console, measure)
+    options = DemoOptions(device="cuda", out=tmp_path / "a.png")
+    gpu.demo_gpu(options, console, measure, trace)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     cell_names = [("llama-3-8b", 1), ("llama-3-8b", 16), ("llama-3-70b", 1)]
     assert measured == [(*cell, arm) for cell in cell_names for arm in ("standard", "ladder")]
     assert "llama-3-8b, batch 16, on this GPU alone: Ladder 1.25 times as fast as standard" in text
     assert "llama-3-70b, batch 1, as one rank of 8: Ladder 1.25 times" in text
+    assert "waiting: 9.50 ms in all" in text and f"wrote {tmp_path}" in text and "compute   " in text
+    assert options.out.read_bytes() == b"picture"
     assert "emulated (nvlink_nccl)" in text and "random" in text and "ladder doctor" in text
+    refused = Console(file=io.StringIO(), width=140)
+    gpu.demo_gpu(options, refused, measure, refuse)
+    assert "no timeline: pictures need matplotlib: pip install 'ladder-residual[plot]'" in refused.file.getvalue()  # type: ignore[attr-defined]
     written = Console(file=io.StringIO())
     gpu.demo_gpu(DemoOptions(device="cuda", json=True), written, measure)
     lines = [json.loads(line) for line in written.file.getvalue().splitlines()]  # type: ignore[attr-defined]

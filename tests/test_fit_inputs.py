@@ -118,6 +118,9 @@ def test_writes_a_checkpoint(tmp_path: Path) -> None:
     ("vit", {"data": "nan"}, "must be .* of finite numbers"),
     ("vit", {"batch": 1000}, "20 examples: a batch of 1000 and a tenth to measure on are needed"),
     ("vit", {"tokens": 5}, "--tokens counts tokens of text"),
+    ("vit", {"data": "size"}, "the model cannot be called with these examples: .*32"),
+    ("t5", {"data": "ids"}, "input_ids must be from 0 to 96, the model's vocabulary, not 1000"),
+    ("t5", {"data": "encoder"}, "the model cannot be called with these examples: You must specify"),
 ])  # fmt: skip
 def test_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path / "in")
@@ -126,6 +129,9 @@ def test_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Pat
         "text": tmp_path / "text.safetensors",
         "other": written(tmp_path / "other.safetensors", {"images": torch.ones(20, 3)}),
         "nan": written(tmp_path / "nan.safetensors", {"pixel_values": torch.full((20, 3), torch.nan)}),
+        "size": written(tmp_path / "size.safetensors", {"pixel_values": torch.ones(20, 3, 32, 32)}),
+        "ids": written(tmp_path / "ids.safetensors", {**examples("t5", 20), "input_ids": torch.full((20, 9), 1000)}),
+        "encoder": written(tmp_path / "encoder.safetensors", {"input_ids": torch.ones(20, 9, dtype=torch.long)}),
         "data": written(tmp_path / "data.safetensors", examples(name, 20)),
     }
     files["text"].write_text("nothing of the kind")

@@ -10,7 +10,7 @@ from ladder.errors import LadderError
 from ladder.perf import calibrate
 from ladder.perf.engines import ENGINES
 from ladder.perf.measurements import KEYS, VALUES, current, read_lines
-from ladder.report.rows import load
+from ladder.report.lines.read import load
 
 RESULTS = Path(__file__).parent.parent / "results"
 FILES = sorted(RESULTS.rglob("*.jsonl"))

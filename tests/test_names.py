@@ -208,8 +208,14 @@ def test_adapters(order: str, adapter: str, plain: Path, wired: Path, tmp_path: 
     base = rewire(LlamaForCausalLM.from_pretrained(plain), WIRING)
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path)), expected)
     assert torch.equal(logits(PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(wired), tmp_path)), expected)
-    late = rewire(PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(plain), tmp_path), WIRING)
-    assert torch.equal(logits(late), expected)
+    for other in (LlamaForCausalLM.from_pretrained(plain), rewire(LlamaForCausalLM.from_pretrained(plain), "parallel")):
+        if start == "plain" and wired_layers(other):  # which of two wirings was in memory, nothing says
+            continue
+        with pytest.raises(LadderError, match="the model that it is put on is not"):
+            PeftModel.from_pretrained(other, tmp_path)
+        with pytest.raises(LadderError, match="the model that it is put on is not"):
+            other.load_adapter(tmp_path)
+    late = PeftModel.from_pretrained(rewire(LlamaForCausalLM.from_pretrained(plain), WIRING), tmp_path)
     late.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = logits(LlamaForCausalLM.from_pretrained(tmp_path / "merged"))
     assert (
@@ -235,9 +241,26 @@ def test_adapters_that_transformers_adds(plain: Path, tmp_path: Path) -> None:
         LlamaForCausalLM.from_pretrained(plain), PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=2)
     )
     rewire(prompts, WIRING).save_pretrained(tmp_path / "prompts")
-    for folder in ("added", "prompts"):
+    late = get_peft_model(
+        LlamaForCausalLM.from_pretrained(plain), PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=2)
+    )
+    set_staleness(rewire(late.get_base_model(), WIRING), 0.5)  # inside, where the prompts are not
+    late.save_pretrained(tmp_path / "late")
+    with pytest.raises(LadderError, match="is not wired: rewire it first"):
+        PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(plain), tmp_path / "late")
+    for folder in ("added", "prompts", "late"):
         raw = json.loads((tmp_path / folder / "adapter_config.json").read_text())
         assert raw["base_model_name_or_path"] == f"{plain}{IN_MEMORY}"
+
+
+def test_a_wired_directorys_prompts_that_are_stale(wired: Path, tmp_path: Path) -> None:
+    prompts = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(wired), PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=2)
+    )
+    set_staleness(prompts, 0.5)
+    prompts.save_pretrained(tmp_path)
+    with pytest.raises(LadderError, match="rewired in memory"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_plain_model_is_left_alone(plain: Path, tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from ladder.bench.trace.lanes import Span, Step, first_layers
+from ladder.bench.trace import lanes as lanes_module
+from ladder.bench.trace.lanes import Span, Step, first_layers, timeline
 from ladder.bench.trace.step_trace import draw_first, kernels_of, step_of
+from ladder.charts.library import picture
 from ladder.cli import main
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.model import Decoder
-from ladder.plotting import load_pyplot
+from ladder.report.charts import timeline_title, timelines
+from ladder.report.lines.rows import Lanes
 
 SIGNATURE = b"\x89PNG"
 
@@ -151,25 +154,38 @@ def test_lanes_that_nothing_tells_apart(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_three_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows for a step on one lane, three on two; the time of the whole step in its title."""
-    pyplot = load_pyplot()
-    drawn: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
+    """A row for a step on one lane, two on two; the time of the whole step in its title."""
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr(lanes_module, "picture", lambda chart, path: (drawn.append(chart), picture(chart, path)))
     runs = [("standard", 0, 1, "standard"), ("ladder", 1, 1, "ladder, one lane"), ("ladder", 1, 2, "ladder, two lanes")]
     found = [traced(tmp_path / "trace.json", profiled(lag, lanes)[0], w, name, lanes) for w, lag, lanes, name in runs]
     draw_first([step for step, _ in found], [ms for _, ms in found], "a model", tmp_path / "steps.png")
-    monkeypatch.undo()
     assert (tmp_path / "steps.png").read_bytes().startswith(SIGNATURE)
-    (axes,) = drawn[0].axes
-    one, two = ["compute", "communication"], ["attention", "MLP", "communication"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*one, *one, *two]
-    texts = [text.get_text() for text in axes.texts]
+    bars = drawn[0]["datasets"]["bars"]
     for (step, ms), (*_, name) in zip(found, runs, strict=True):
-        assert any(text.startswith(f"{name}: {ms:.2f} ms, 16 all-reduces") for text in texts) and ms > step.ms
-    assert {"0", "5"} <= {*texts} and "First 6 of 8 layers" in axes.get_title(loc="left")
-    (legend,) = drawn[0].legends
-    assert len(legend.get_texts()) == 4
-    pyplot.close(drawn[0])
+        own = [bar for bar in bars if bar["heading"].startswith(f"{name}: {ms:.2f} ms, 16 all-reduces")]
+        assert {bar["label"] for bar in own if "label" in bar} == {str(layer) for layer in range(6)} and ms > step.ms
+        rows = {(bar["top"], bar["bottom"]) for bar in own if bar["kind"] in ("attention", "MLP")}
+        assert len(rows) == (2 if "two" in name else 1)
+        assert {bar["kind"] for bar in own} - {"wait"} == {"attention", "MLP", "all-reduce"}
+    assert "First 6 of 8 layers" in drawn[0]["title"]["subtitle"][0]
+
+
+def test_a_picture_of_all_layers_has_the_figures_of_the_step(tmp_path: Path) -> None:
+    """The wait for the last all-reduces is part of it, and no headline is computed of a part."""
+    compute = [Span("attention 0", 0, 1), Span("MLP 0", 1, 2), Span("attention 1", 2, 3), Span("MLP 1", 3, 4)]
+    comm = [Span("all-reduce 0", 0, 0), Span("all-reduce 1", 3, 8)]
+    step = Step("ladder", 0, compute, comm, [Span("all-reduce 0", 0, 0), Span("all-reduce 1", 4, 8)])
+    assert first_layers(step, 2) == first_layers(step, 6) == step
+    (cut, whole) = (timeline([step], count)["datasets"]["bars"] for count in (1, 6))
+    assert {bar["heading"] for bar in (*cut, *whole)} == {
+        "ladder: 8.00 ms, 1 all-reduces, 20% of the communication hidden"
+    }
+    assert [bar["end"] for bar in whole if bar["kind"] == "wait"] == [8] and max(bar["end"] for bar in cut) == 2
+    lane = Lanes("steps.jsonl", 0, [step], {})
+    assert timeline_title(lane).startswith("All 2 layers of a step")
+    (name,) = timelines(lane)
+    assert name == "all 2"
 
 
 def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from typing import NoReturn
 
 import typer
 
-from ladder.cli import chat, data, generate, load, machine, measure, models, plan, scan, serve, train
+from ladder.cli import chat, data, explore, generate, load, machine, measure, models, plan, scan, serve, train
 from ladder.cli.verbs import app, renamed
 from ladder.errors import LadderError, RankError
 
-__all__ = ["app", "chat", "data", "generate", "load", "machine", "main", "measure", "models", "plan", "scan", "serve"]
-__all__ += ["train"]
+__all__ = ["app", "chat", "data", "explore", "generate", "load", "machine", "main", "measure", "models", "plan"]
+__all__ += ["scan", "serve", "train"]
+
+REQUIRED = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub")  # what computes needs these
 
 # click's, which typer carries under a private name
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -36,6 +38,10 @@ def main() -> NoReturn:
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
             raise
         _leave(f"there is not enough memory: {str(error).splitlines()[0] if str(error) else 'allocation failed'}", 1)
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        _leave(f"{error.name} is not installed: pip install {error.name}; ladder doctor says what else is missing", 1)
 
 
 def _leave(reason: str, status: int) -> NoReturn:

@@ -49,9 +49,7 @@ def trace(options: TraceOptions) -> None:
     from ladder.devices import computing_dtype, device
     from ladder.perf.costs import ELEMENT_BYTES, RankCosts
     from ladder.perf.memory import check_host
-    from ladder.plotting import load_pyplot
 
-    load_pyplot()
     check_folder(options.out)
     source = Random() if options.model is None else Directory(options.model)
     config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
@@ -77,9 +75,8 @@ def trace(options: TraceOptions) -> None:
         table.add_row(step.wiring, str(account["all_reduces"]), *figures, hidden)
     if not options.json:
         Console().print(table)
-        typer.echo(
-            f"wrote {options.out}: lanes.png, steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)"
-        )
+        drawn = "lanes.png, " if (options.out / "lanes.png").exists() else ""
+        typer.echo(f"wrote {options.out}: {drawn}steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)")
 
 
 @dataclass(frozen=True)

@@ -25,22 +25,8 @@ class Coordinator(Protocol):
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor: ...
 
 
-class Streams(Protocol):
-    """Streams of a device, and events in them."""
-
-    def current(self) -> Any: ...
-
-    def new(self) -> Any: ...
-
-    def entered(self, stream: Any) -> AbstractContextManager[Any]: ...
-
-    def record(self, stream: Any) -> Any: ...
-
-    def wait(self, stream: Any, event: Any) -> None: ...
-
-
 class CudaStreams:
-    """CUDA's."""
+    """Streams of a GPU, and events in them."""
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream()
@@ -51,10 +37,10 @@ class CudaStreams:
     def entered(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.cuda.Stream) -> Any:
         return stream.record_event()
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
         stream.wait_event(event)
 
 
@@ -74,7 +60,7 @@ class Group:
 
     capturable = True
 
-    def __init__(self, group: Coordinator, overlap: bool = True, streams: Streams | None = None) -> None:
+    def __init__(self, group: Coordinator, overlap: bool = True, streams: CudaStreams | None = None) -> None:
         self._group = group
         self._overlap = overlap
         self._streams = streams or CudaStreams()

@@ -39,7 +39,7 @@ def card(
 
     {wiring}
 
-{_rewired(wiring) if stacks == 1 else f"Each of its {stacks} stacks of layers is wired so."}
+{_rewired(wiring, stacks)}
 
 {advice.format(source, worse)}
 
@@ -67,10 +67,11 @@ def adapted_card(
     begun: bool,
     quantizer: str | None = None,
     auto: str = CAUSAL,
+    stacks: int = 1,
 ) -> str:
     """For a model adapted from `source`: by distillation, on the text's own loss or both; `begun`: from weights of that
     wiring, not from the original's; `quantizer`: of the weights that an adapter was trained beside; `auto`: the class
-    for it. What is no decoder may have learned from labels, not from text.
+    for it; `stacks`: of its layers. What is no decoder may have learned from labels, not from text.
     """
     taught = "text" if auto == CAUSAL else "labels"
     how = "by distillation from the original" if distilled else f"by fine-tuning on {taught} alone"
@@ -82,17 +83,26 @@ def adapted_card(
 
     {wiring}
 
-{_rewired(wiring)} How far it is from the original was measured while it was trained (`log.jsonl`); measure it for your
-own use{measure}
+{_rewired(wiring, stacks)} How far it is from the original was measured while it was trained (`log.jsonl`); measure it
+for your own use{measure}
 
 {loading if quantizer is None else _with_adapter(folder, wiring, quantizer)}"""
     return _card(body, "adapt", folder, family, source)
 
 
 def fitted_card(
-    source: str, folder: str, family: str, wiring: Wiring, native: bool, result: str, auto: str = CAUSAL
+    source: str,
+    folder: str,
+    family: str,
+    wiring: Wiring,
+    native: bool,
+    result: str,
+    auto: str = CAUSAL,
+    stacks: int = 1,
 ) -> str:
-    """For a model whose weights were fitted, not trained; `result`: how good they are; `auto`: the class for it."""
+    """For a model whose weights were fitted, not trained; `result`: how good they are; `auto`: the class for it;
+    `stacks`: of its layers.
+    """
     adapt = f'ladder adapt {source} OUT --data TEXT --wiring "{wiring}" --init-from {folder}'
     measure = f"ladder eval {source} {folder} --text book.txt --source {source}"
     how = f":\n\n    {adapt}\n    {measure}" if auto == CAUSAL else "."
@@ -100,7 +110,7 @@ def fitted_card(
 
     {wiring}
 
-{_rewired(wiring)} {result}. Training goes on from here; measure it before use{how}
+{_rewired(wiring, stacks)} {result}. Training goes on from here; measure it before use{how}
 
 {_loading(folder, family, wiring, native, auto=auto)}"""
     return _card(text, "fit", folder, family, source)
@@ -159,7 +169,9 @@ def _card(
     return str(ModelCard(whole).content)
 
 
-def _rewired(wiring: Wiring) -> str:
+def _rewired(wiring: Wiring, stacks: int) -> str:
+    if stacks > 1:
+        return f"Each of its {stacks} stacks of layers is wired so."
     kept = sum(name == "standard" for name in wiring.layers)
     return f"{len(wiring.layers) - kept} of {len(wiring.layers)} layers are rewired."
 

@@ -2,6 +2,7 @@
 rows in ladder/hf/layouts/.
 """
 
+from operator import attrgetter
 from typing import Any
 
 from ladder.config.lock import born_parallel
@@ -13,6 +14,10 @@ from ladder.hf.layouts.layout import Branch, LayerLayout
 def is_parallel(config: Any) -> bool:
     """Whether the layers of a transformers config were parallel before any wiring."""
     return born_parallel({**vars(config), "model_type": config.model_type})
+
+
+def _falcon_dropout(config: Any) -> float:
+    return float(config.hidden_dropout if is_parallel(config) else config.attention_dropout)
 
 
 def known_families() -> list[str]:
@@ -122,7 +127,7 @@ LAYOUTS: dict[str, LayerLayout] = {
         Branch(
             "self_attention",
             before=("ln_attn", "input_layernorm"),
-            dropout=lambda c: float(c.hidden_dropout if is_parallel(c) else c.attention_dropout),
+            dropout=_falcon_dropout,
             out="dense",
             divided=False,
             reads=_FUSED,
@@ -130,7 +135,7 @@ LAYOUTS: dict[str, LayerLayout] = {
         Branch(
             "mlp",
             before=("ln_mlp", "post_attention_layernorm", "input_layernorm"),
-            dropout=lambda c: float(c.hidden_dropout),
+            dropout=attrgetter("hidden_dropout"),
             out="dense_4h_to_h",
             divided=False,
             reads=_WIDENED,

@@ -10,10 +10,10 @@ hidden]; a sub-block sees them as more sequences of the batch. A rank's slice is
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,9 @@ class WiredLayer(nn.Module):
 
     spec: LayerSpec
     staleness: Tensor | None  # how much is left out of the all-reduces that the wiring leaves out; None: all
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduced(self, wired_class, protocol)
 
     def __call__(self, hidden: Tensor | StreamState, *arguments: Any, **named: Any) -> Any:
         named.update(zip(self.spec.names, arguments, strict=False))
@@ -244,6 +247,9 @@ class InnerBlock(nn.Module):
 
     inner: str
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduced(self, inner_class, protocol)
+
     def forward(self, hidden_states: Tensor, **named: Any) -> Any:
         return self.get_submodule(self.inner)(hidden_states, **named)
 
@@ -258,6 +264,16 @@ def inner_class(own: Any) -> Any:
 def wired_class(own: Any) -> Any:
     """A layer's class made wired; it keeps its name, by which other libraries recognize it."""
     return type(own.__name__, (WiredLayer, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
+def reduced(module: nn.Module, made: Callable[[Any], Any], protocol: int) -> tuple[Any, ...]:
+    """What pickle keeps of a module whose class was `made` of another one of that name."""
+    _, _, *rest = cast(tuple[Any, ...], nn.Module.__reduce_ex__(module, max(2, protocol)))
+    return _new, (made, type(module).__bases__[-1]), *rest
+
+
+def _new(made: Callable[[Any], Any], own: Any) -> Any:
+    return object.__new__(made(own))
 
 
 def wire_layer(layer: nn.Module, spec: LayerSpec) -> None:

@@ -3,9 +3,14 @@
 Other libraries load a model a second time by its name: TRL for a reference model (`config._name_or_path`), PEFT for the
 model below an adapter (`name_or_path`). A model that is not wired as the files of that name say must not be found
 there: its name says so, and no file has such a name.
+
+An adapter of PEFT notes the name of its base, but where a model is given instead, nobody compares the two. One that was
+made beside a wired model is not put on one that is not wired.
 """
 
 from contextlib import suppress
+from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +60,16 @@ def check_name(model: Any) -> None:
     config = model.config
     if str(config.name_or_path).endswith(IN_MEMORY):
         return mark_in_memory(model)
-    if (raw := _config_at(str(config.name_or_path or ""), getattr(config, "_commit_hash", None))) is None:
+    if (raw := config_at(str(config.name_or_path or ""), getattr(config, "_commit_hash", None))) is None:
         return
     if raw.get("model_type") != config.model_type:  # the name of something else
+        if names_wiring(raw) and not names_wiring(vars(config)):
+            raise LadderError(
+                f"{config.name_or_path} is a wired {raw.get('model_type')} model, which {type(model).__name__} would "
+                "load unwired: leave out the config, and load it by AutoModel"
+            )
         return
-    if _wiring(vars(config), config) == _wiring(raw, config):
+    if said_wiring(vars(config), config) == said_wiring(raw, config):
         return
     if names_wiring(vars(config)):
         mark_in_memory(model)
@@ -70,11 +80,12 @@ def check_name(model: Any) -> None:
         )
 
 
-def _wiring(raw: dict[str, Any], config: Any) -> tuple[Any, ...]:
+def said_wiring(raw: dict[str, Any], config: Any) -> tuple[Any, ...]:
+    """What a plain config.json says of the wiring, for a model of that config's size."""
     return named_wiring(raw, stack_depths(config)), ranks_of(raw), raw.get("staleness", 1.0)
 
 
-def _config_at(name: str, commit: str | None) -> dict[str, Any] | None:
+def config_at(name: str, commit: str | None = None) -> dict[str, Any] | None:
     """The plain config.json of a directory, or of a model of the hub that is in the cache; None: there is none."""
     file: Any = Path(name) / "config.json" if name else None
     with suppress(OSError, ValueError):  # a name of whatever kind, a file of whatever content
@@ -84,3 +95,62 @@ def _config_at(name: str, commit: str | None) -> dict[str, Any] | None:
         if file is not None:
             return unlocked(read_json(Path(file)))
     return None
+
+
+def register_adapters() -> None:
+    """Have PEFT, if it is installed, compare an adapter's base with the model that it is put on, and save the name that
+    a model has by then. There is no public way: neither asks the model.
+    """
+    if find_spec("peft") is None:
+        return
+    try:
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTuner
+    except ImportError:  # one that does not fit this transformers: nobody can use it
+        return
+
+    inject, prompts, save = BaseTuner.inject_adapter, PeftModel._setup_prompt_encoder, PeftModel.save_pretrained
+
+    @wraps(inject)
+    def inject_adapter(tuner: Any, model: Any, adapter_name: str, *arguments: Any, **options: Any) -> Any:
+        check_adapter(tuner.peft_config[adapter_name], model)
+        return inject(tuner, model, adapter_name, *arguments, **options)
+
+    @wraps(prompts)
+    def _setup_prompt_encoder(outer: Any, adapter_name: str) -> Any:
+        check_adapter(outer.peft_config[adapter_name], outer.get_base_model())
+        return prompts(outer, adapter_name)
+
+    @wraps(save)
+    def save_pretrained(outer: Any, *arguments: Any, **options: Any) -> Any:
+        name = getattr(outer.get_base_model(), "name_or_path", None)
+        if str(name).endswith(IN_MEMORY):
+            mark_adapters(outer, str(name))
+        return save(outer, *arguments, **options)
+
+    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign, assignment]
+    PeftModel._setup_prompt_encoder = _setup_prompt_encoder  # type: ignore[method-assign, assignment]
+    PeftModel.save_pretrained = save_pretrained  # type: ignore[method-assign, assignment]
+
+
+def check_adapter(adapter: Any, model: Any) -> None:
+    """Refuse an adapter whose base is wired, and the model is not, or otherwise."""
+    base, config = str(adapter.base_model_name_or_path or ""), getattr(model, "config", None)
+    if not base or config is None or base == getattr(model, "name_or_path", None):
+        return
+    wired = names_wiring(vars(config))
+    if base.endswith(IN_MEMORY):
+        if not wired:
+            raise LadderError(
+                f"the adapter was made beside {base.removesuffix(IN_MEMORY)} after that was rewired, and the model "
+                "that it is put on is not wired: rewire it first, as that was"
+            )
+        return
+    raw = config_at(base)
+    if raw is None or not names_wiring(raw) or raw.get("model_type") != config.model_type:
+        return
+    if not wired or said_wiring(raw, config) != said_wiring(vars(config), config):
+        raise LadderError(
+            f"the adapter was made beside {base}, which is wired {raw.get('wiring') or 'by ladder_layers'!r}, and the "
+            "model that it is put on is not: load that model, or rewire this one first"
+        )

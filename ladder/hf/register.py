@@ -6,7 +6,7 @@ In memory a wired config is its family's with one field more (`wiring`), and its
 
 import json
 from collections.abc import Mapping
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, cast
 
 import transformers
@@ -33,10 +33,10 @@ from ladder.config.lock import (
 )
 from ladder.errors import LadderError
 from ladder.hf.families import known_families, layouts_of
-from ladder.hf.layer import WiredLayer
-from ladder.hf.names import check_name, refuse_in_memory
+from ladder.hf.layer import WiredLayer, reduced
+from ladder.hf.names import check_name, refuse_in_memory, register_adapters
 from ladder.hf.stacks import as_text, named_wiring, stack_depths, stacks_of
-from ladder.hf.wire import wire_layers
+from ladder.hf.wire import PART, row_of, wire_layers
 
 _TASKS: tuple[str, ...] = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 _TASKS += ("ForQuestionAnswering", "ForMaskedLM", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -103,13 +103,25 @@ def wired_config(own: Any) -> Any:
     autos = [getattr(transformers, f"AutoModel{task}") for task in (*_TASKS, *_WIDER)]
     for auto in (*autos, transformers.AutoBackbone):
         if own in auto._model_mapping:
-            model: Any = auto._model_mapping[own]
-            # transformers renames old weights only for classes in its own modules
-            space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
-            auto.register(wired, type(model.__name__, (model,), space))
+            auto.register(wired, wired_model(auto._model_mapping[own], wired))
     if own in TOKENIZER_MAPPING and (tokenizer := TOKENIZER_MAPPING[own]) is not None:  # for those without a name
         AutoTokenizer.register(wired, tokenizer)
     return wired
+
+
+@cache
+def wired_model(model: Any, wired: Any) -> Any:
+    """A model's class for a wired config; transformers renames old weights only for classes in its own modules."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return reduced(self, partial(_wired_model, wired.own_class()), protocol)
+
+    space = {"__module__": model.__module__, "__qualname__": model.__qualname__, "config_class": wired}
+    return type(model.__name__, (model,), {**space, "__reduce_ex__": __reduce_ex__})
+
+
+def _wired_model(own: Any, model: Any) -> Any:
+    return wired_model(model, wired_config(own))
 
 
 def auto_of(raw: Mapping[str, Any]) -> str:
@@ -165,6 +177,9 @@ def register() -> None:
     these a class could not read a wired config.json, and would silently make a standard model of the paper's. What
     names no wiring is left alone.
 
+    What a wired model says of itself is compared with what it is once more when it is saved: layers that were wired
+    behind its back, or another config, would be lost.
+
     Classes look for files by `cached_files` before they read a config: the name of a model that was rewired in memory
     is refused there by our sentence, where the hub's would be about the form of names.
     """
@@ -174,12 +189,20 @@ def register() -> None:
     if getattr(own, "wires", False):
         return
     read, made = PreTrainedConfig.get_config_dict.__func__, PreTrainedConfig.from_dict.__func__
-    files = hub.cached_files
+    files, save = hub.cached_files, PreTrainedModel.save_pretrained
 
     @wraps(own)
     def post_init(model: Any) -> None:
         own(model)
         wire_as_configured(model)
+        for part in model.modules():
+            if part is not model and isinstance(part, PreTrainedModel):
+                vars(part)[PART] = type(model).__name__  # the outermost comes last
+
+    @wraps(save)
+    def save_pretrained(model: Any, *arguments: Any, **options: Any) -> Any:
+        check_wired_as_said(model)
+        return save(model, *arguments, **options)
 
     @wraps(read)
     def get_config_dict(cls: Any, pretrained_model_name_or_path: Any, **options: Any) -> Any:
@@ -199,9 +222,11 @@ def register() -> None:
 
     post_init.wires = True  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init
+    PreTrainedModel.save_pretrained = cast(Any, save_pretrained)
     PreTrainedConfig.get_config_dict = classmethod(cast(Any, get_config_dict))
     PreTrainedConfig.from_dict = classmethod(cast(Any, from_dict))
     hub.cached_files = cached_files
+    register_adapters()
 
 
 def _read_as(own: Any, raw: dict[str, Any]) -> dict[str, Any]:
@@ -232,6 +257,8 @@ def wire_as_configured(model: Any) -> None:
     config = model.config
     plain_type(config)
     if config.model_type not in known_families():
+        if any(isinstance(module, WiredLayer) for module in model.modules()):
+            raise LadderError(refused_parts(model))
         return
     check_name(model)
     named = vars(config)
@@ -247,6 +274,36 @@ def wire_as_configured(model: Any) -> None:
     wirings = named_wiring(named, [(stack.layout, len(stack.layers)) for stack in stacks])
     wire_layers(model, wiring_text := as_text(wirings, named.get("wiring")), staleness, ranks)
     set_wiring(model, wiring_text, staleness, ranks)
+
+
+def check_wired_as_said(model: Any) -> None:
+    """Refuse to save a model whose layers are wired otherwise than its config says, or whose config cannot say it."""
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        return
+    if model.config.model_type not in known_families():
+        if any(isinstance(module, WiredLayer) for module in model.modules()):
+            raise LadderError(refused_parts(model))
+        return
+    if not (stacks := stacks_of(model)):
+        return
+    wirings = named_wiring(vars(model.config), [(stack.layout, len(stack.layers)) for stack in stacks])
+    for stack, wiring in zip(stacks, wirings, strict=True):
+        rows = zip(stack.layers, wiring.layers, wiring.layer_blocks(len(stack.layout.branches)), strict=True)
+        for layer, name, blocks in rows:
+            found = layer.spec.wiring if isinstance(layer, WiredLayer) else None
+            if name != "standard" if found is None else found != row_of(stack, name, blocks):
+                raise LadderError(
+                    f"the layers of this {type(model).__name__} are wired otherwise than its config says, and would be "
+                    "loaded as that says: rewire(model, wiring) makes both the same"
+                )
+
+
+def refused_parts(model: Any) -> str:
+    """Why a model of another kind, with a wired one inside, is refused."""
+    return (
+        f"{type(model).__name__} ({model.config.model_type}) has a wired part, and no wiring of its own: software "
+        "without wirings would load it unwired; known families can be wired as a whole"
+    )
 
 
 def plain_type(config: Any) -> None:

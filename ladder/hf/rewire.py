@@ -18,7 +18,15 @@ from ladder.hf.load import quantizer_of
 from ladder.hf.names import IN_MEMORY, mark_adapters, mark_in_memory
 from ladder.hf.register import plain_type, set_wiring
 from ladder.hf.stacks import as_text, named_wiring, stacks_of
-from ladder.hf.wire import layers_of, set_layers_staleness, sharing_norm, staleness_of, unwrapped, wire_layers
+from ladder.hf.wire import (
+    layers_of,
+    refuse_part,
+    set_layers_staleness,
+    sharing_norm,
+    staleness_of,
+    unwrapped,
+    wire_layers,
+)
 from ladder.wiring import Wiring
 
 __all__ = ["IN_MEMORY", "rewire", "set_staleness", "share_norm"]
@@ -41,6 +49,7 @@ def rewire(
     inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
+    refuse_part(inner)
     config = inner.config
     plain_type(config)
     before, staleness_before = configured(inner), getattr(config, "staleness", 1.0)
@@ -85,11 +94,13 @@ def own_configs(model: Any) -> None:
 def set_staleness(model: Any, staleness: float | Sequence[float]) -> None:
     """Set the staleness of a wired model's layers, one for all or each: 0 reads everything, 1 is the wiring."""
     inner = unwrapped(model)
+    refuse_part(inner)
     set_layers_staleness(inner, staleness)
     before = getattr(inner.config, "staleness", 1.0)
     set_wiring(inner, configured(inner), _plain(staleness, len(layers_of(inner))), ranks_of(vars(inner.config)))
     if getattr(inner.config, "staleness", 1.0) != before:
         mark_in_memory(inner)
+        mark_adapters(model, inner.name_or_path)
 
 
 @torch.no_grad()
@@ -102,6 +113,7 @@ def share_norm(model: Any) -> Any:
     """
     if not isinstance(model, PreTrainedModel):
         raise LadderError(f"a transformers model is needed, not {type(model).__name__}")
+    refuse_part(model)
     stacks = stacks_of(model)
     for stack in stacks:
         sharing_norm(stack.layout, model.config.model_type)
@@ -135,6 +147,10 @@ def _folded(layer: nn.Module, attention: Branch, mlp: Branch, index: int) -> lis
     ratio = torch.where(kept == 0, torch.ones_like(kept), gain / kept)
     found = []
     block: Any = layer.get_submodule(mlp.block)
+    modules, held = dict(block.named_modules()), dict(block.named_parameters())
+    for name in mlp.reads:
+        if name.endswith(".weight") and name not in held and name.removesuffix(".weight") in modules:
+            raise LadderError(f"{mlp.block}.{name} of layer {index} was replaced (by an adapter?): merge it first")
     for name, weight in block.named_parameters():
         if name not in mlp.reads:
             continue

@@ -17,6 +17,8 @@ from ladder.hf.ranks import RankSlice, RankSlices
 from ladder.hf.stacks import Stack, parse_each, stacks_of
 from ladder.wiring import ROWS, Out, Row, Wiring
 
+PART = "_part_of"  # a model's attribute: the class of the model that it is in
+
 
 def wire_layers(
     model: Any, wiring: str | Wiring, staleness: float | Sequence[float] = 1.0, ranks: int = 1
@@ -58,13 +60,24 @@ def _wire_stack(stack: Stack, wiring: Wiring, table: Sequence[Row], slices: Sequ
     layout, owner, count = stack.layout, stack.owner, len(stack.layers)
     if layout.returns and not any(hook is unwrap_states for hook in owner._forward_hooks.values()):
         owner.register_forward_hook(unwrap_states)
-    born = ROWS["parallel"] if is_parallel(stack.config) else None
     ranks = 1 if layout.post_norm else ranks
     for index, (name, layer, rows) in enumerate(zip(wiring.layers, stack.layers, table, strict=True)):
-        if born is not None and name == "standard":
-            rows = born
-        last = index + 1 == count
+        rows, last = row_of(stack, name, rows), index + 1 == count
         wire_layer(layer, LayerSpec.of(layer, layout, rows, index, last, stack.config, ranks, slices[index]))
+
+
+def row_of(stack: Stack, name: str, blocks: Row) -> Row:
+    """A layer's sub-blocks by the name of its row: where layers are born parallel, a standard one stays so."""
+    return ROWS["parallel"] if name == "standard" and is_parallel(stack.config) else blocks
+
+
+def refuse_part(model: Any) -> None:
+    """Refuse a model inside another one, whose config would not learn of it."""
+    if (whole := vars(model).get(PART)) is not None:
+        raise LadderError(
+            f"this {type(model).__name__} is a part of a {whole}, which would be saved and named as if nothing had "
+            "changed: give the whole model"
+        )
 
 
 def sharing_norm(layout: LayerLayout, model_type: str) -> LayerLayout:

@@ -22,7 +22,7 @@ from ladder.perf.chips import Chip
 from ladder.perf.costs import RankCosts, causal_pairs
 from ladder.perf.engines import ENGINES, MOST_LOST, WHOLE, Engine, Stage
 from ladder.perf.memory import Need
-from ladder.perf.schedule import Account, Phase, walk, walk_two_lanes
+from ladder.perf.schedule import Account, Event, Phase, walk, walk_two_lanes
 from ladder.wiring import Out, independent
 
 
@@ -132,7 +132,7 @@ def _parts(s: Setting, stage: Stage, tokens: int, cache: float, scores: float, o
     return Parts(*parts, layers * read + head, layers * operations, (bounds[0], bounds[1]))
 
 
-def _pass(s: Setting, parts: Parts, tokens: int, lanes: int = 1) -> PredictedPass:
+def _pass(s: Setting, parts: Parts, tokens: int, lanes: int = 1, events: list[Event] | None = None) -> PredictedPass:
     all_reduce = 0.0
     if s.tp > 1:
         all_reduce = s.engine.all_reduce_seconds(s.link, s.link_name, s.message_bytes(tokens), s.tp)
@@ -145,11 +145,11 @@ def _pass(s: Setting, parts: Parts, tokens: int, lanes: int = 1) -> PredictedPas
     reduces = sum(block.out is Out.REDUCE for block, _ in blocks)
     first = s.engine.sharded_head and s.tp > 1 and reduces > 0
     if lanes == 1:
-        account = walk(blocks, all_reduce, first, contention)
+        account = walk(blocks, all_reduce, first, contention, events=events)
     else:
         phases = _phases(s, parts)
         beside = [(block, phases[number % 2]) for number, (block, _) in enumerate(blocks)]
-        account = walk_two_lanes(beside, all_reduce, first, contention)
+        account = walk_two_lanes(beside, all_reduce, first, contention, events)
     sending = s.engine.launch * reduces if s.tp > 1 and lanes == 1 else 0.0  # two lanes hide it
     return PredictedPass(account.total + parts.rest, parts, account, all_reduce, sending, lanes)
 
@@ -174,6 +174,13 @@ def decoding(s: Setting, context: float | None = None, lanes: int | None = None)
     possible = (1, 2) if s.engine.lane is not None and any(independent(blocks)) else (1,)
     wanted = possible if lanes is None else (lanes,)
     return min((_pass(s, parts, s.batch, count) for count in wanted), key=lambda one: one.seconds)
+
+
+def events_of(s: Setting, step: PredictedPass) -> list[Event]:
+    """What happens in a decode step that `decoding` predicted."""
+    found: list[Event] = []
+    _pass(s, step.parts, s.batch, step.lanes, found)
+    return found
 
 
 def prefill(s: Setting) -> PredictedPass:

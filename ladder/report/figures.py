@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from ladder.charts.looks import TIMES, figure
 from ladder.comm.link import Link
 from ladder.errors import LadderError
 from ladder.perf.predict import tpot_ms
-from ladder.report.looks import TIMES, figure
-from ladder.report.rows import Row
+from ladder.report.lines.rows import Row
 
 BASE = "standard"  # what speed-ups are over
 ANY_LINK = ("standard-fused", "none")  # arms that have their own link, or none: they join the rows of every link
@@ -45,6 +45,7 @@ class Panel:
     curves: dict[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # the model's, by arm
     lead: float = 0.0  # ladder's over standard: of panels that show as much, the page opens the one with most
     ticks: Sequence[str] = ()  # names of the places 0, 1, ... along `x`, where it has names
+    rank: str = "GPU"  # what one of several is: a GPU, or a rank on a CPU
 
     @property
     def arms(self) -> set[str]:
@@ -77,9 +78,8 @@ def frontier(rows: Sequence[Row]) -> list[Panel]:
             marks = [mark for arm in grouped(cells, lambda row: row.arm).values() for mark in _front(arm)]
             keys = {"size": size, **_format(rows, cells), "link": link_name(link, cells), "measured": setting(cells)}
             best = {arm: max((mark.x for mark in marks if mark.arm == arm), default=0.0) for arm in (BASE, "ladder")}
-            panels.append(
-                Panel(keys, facts(cells), {"": marks}, lead=best["ladder"] / best[BASE] if best[BASE] else 0.0)
-            )
+            lead = best["ladder"] / best[BASE] if best[BASE] else 0.0
+            panels.append(Panel(keys, facts(cells), {"": marks}, lead=lead, rank=rank_name(cells)))
     return panels
 
 
@@ -147,6 +147,11 @@ def setting(rows: Sequence[Row]) -> str:
     mode = "mode unknown" if row.mode is None else "real ranks" if row.mode == "ranks" else row.mode
     weights = f"weights {row.weights}" if {row.weights for row in rows} == {row.weights} != {"bf16"} else ""
     return joined(row.chip or "chip unknown", mode, kind, row.dtype or "", weights, shape, context, part)
+
+
+def rank_name(rows: Sequence[Row]) -> str:
+    """What one of several ranks is computed on: CPUs share a machine."""
+    return "GPU" if all(row.chip is None or re.search("NVIDIA|AMD Instinct", row.chip) for row in rows) else "rank"
 
 
 def facts(rows: Sequence[Row]) -> str:
@@ -227,7 +232,7 @@ def _front(rows: Sequence[Row]) -> list[Mark]:
     for row in sorted(rows, key=lambda row: (-row.per_user, -row.per_gpu)):
         front = row.per_gpu > best
         best = max(best, row.per_gpu)
-        tips = [("tokens/s/user", figure(row.per_user)), ("tokens/s/GPU", figure(row.per_gpu))]
+        tips = [("tokens/s/user", figure(row.per_user)), (f"tokens/s/{rank_name([row])}", figure(row.per_gpu))]
         marks.append(_mark(row, row.per_user, row.per_gpu, None, None, None, tips, front))
     return marks[::-1]
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from ladder.charts.looks import figure
 from ladder.load.summary import percentile
 from ladder.report.figures import Mark, Panel, joined
-from ladder.report.loads import TIMES, LoadRow, LoadRun
-from ladder.report.looks import figure
+from ladder.report.lines.loads import TIMES, LoadRow, LoadRun
 
 SHOWN = (50, 90, 99)  # percentiles that are points on a distribution's line
 PERCENTS = (0, 1, 2, *range(5, 100, 5), 98, 99, 99.5, 100)

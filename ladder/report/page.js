@@ -1,9 +1,7 @@
 // The page: sections with choices, legends, hovering, tables. One object of numbers comes with it.
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
 const hidden = new Set(); // arms that the reader has switched off, in all figures
 const sections = []; // how to draw each again
-const tip = document.getElementById("tip");
 
 function section(id, title, words) {
   const made = html("section", { id }, document.getElementById("main"));
@@ -31,25 +29,24 @@ function keepFocus(inside, redraw) {
   if (key !== undefined) [...inside.querySelectorAll("button")].find((button) => button.dataset.key === key)?.focus();
 }
 
-function figure(id, title, words, panels, draw, options = {}) {
+function figure(id, title, words, panels, options = {}) {
   const here = section(id, title, words);
   if (!panels.length) {
     html("p", { class: "quiet" }, here, options.none);
     return;
   }
-  const size = (panel) => (panel.marks ? Object.values(panel.marks).flat().length : 0);
-  const better = (a, b) => size(a) > size(b) || (size(a) === size(b) && a.lead > b.lead);
+  const better = (a, b) => a.size > b.size || (a.size === b.size && a.lead > b.lead);
   let panel = panels.reduce((best, other) => (better(other, best) ? other : best));
   const choices = html("div", { class: "choices" }, here), legend = html("div", { class: "legend" }, here);
   const plot = html("div", { class: "plot" }, here), facts = html("p", { class: "facts" }, here);
   const remark = html("p", { class: "facts" }, here);
-  let extra = options.extra?.start(panel);
+  let extra = Object.keys(panel.charts)[0];
 
   function pick(key, value) {
     const alike = (other) => Object.keys(panel.keys).filter((k) => other.keys[k] === panel.keys[k]).length;
     const possible = panels.filter((other) => other.keys[key] === value);
     panel = possible.reduce((best, other) => (alike(other) > alike(best) ? other : best));
-    if (options.extra && !options.extra.values(panel).includes(extra)) extra = options.extra.start(panel);
+    if (!(extra in panel.charts)) extra = Object.keys(panel.charts)[0];
     keepFocus(here, show);
   }
   function showChoices() {
@@ -61,8 +58,9 @@ function figure(id, title, words, panels, draw, options = {}) {
       const exact = (value) => alike.some((other) => other.keys[key] === value);
       if (values.length > 1 || key !== "measured") choice(choices, key, values, panel.keys[key], (v) => !exact(v), (v) => pick(key, v));
     }
-    if (options.extra) {
-      choice(choices, options.extra.name, options.extra.values(panel), extra, () => false, (value) => {
+    const names = Object.keys(panel.charts);
+    if (names.length > 1 || names[0]) {
+      choice(choices, options.extra ?? "show", names, extra, () => false, (value) => {
         extra = value;
         keepFocus(here, show);
       });
@@ -73,7 +71,7 @@ function figure(id, title, words, panels, draw, options = {}) {
     for (const arm of arms) {
       const button = html("button", { type: "button", "aria-pressed": String(!hidden.has(arm)), title: `show or hide ${arm}` }, legend);
       button.dataset.key = `arm=${arm}`;
-      button.append(swatch(DATA.looks[arm], id === "throughput"), arm);
+      button.append(sign(arm, DATA.looks), arm);
       button.addEventListener("click", () => {
         if (!hidden.delete(arm)) hidden.add(arm);
         keepFocus(here, () => sections.forEach((again) => again()));
@@ -82,59 +80,14 @@ function figure(id, title, words, panels, draw, options = {}) {
   }
   function show() {
     showChoices();
-    const present = new Set(panel.marks ? Object.values(panel.marks).flat().map((m) => m.arm) : []);
-    const arms = Object.keys(DATA.looks).filter((arm) => present.has(arm));
     if (options.legend) options.legend(legend);
-    else showLegend(arms);
-    const view = { width: plot.clientWidth, arms: arms.filter((arm) => !hidden.has(arm)), looks: DATA.looks, spans: DATA.spans };
-    if (options.extra) view[options.extra.as] = options.extra.read ? options.extra.read(extra, panel) : extra;
-    plot.replaceChildren();
-    const svg = draw(plot, panel, view);
-    svg.setAttribute("role", "group");
-    svg.setAttribute("aria-label", `${title}: ${Object.values(panel.keys).join(", ")}`);
-    svg.querySelector(".mark")?.setAttribute("tabindex", "0");
+    else showLegend(panel.arms);
+    draw(plot, panel.charts[extra], `${title}: ${Object.values(panel.keys).join(", ")}`, hidden);
     facts.textContent = panel.facts;
     remark.textContent = panel.remark || "";
   }
   sections.push(show);
 }
-
-// Numbers of a mark, beside the mouse or the mark itself.
-function tell(group, x, y) {
-  tip.replaceChildren();
-  html("b", {}, tip, group.told.title);
-  const list = html("dl", {}, tip);
-  for (const [name, value] of group.told.tips) {
-    html("dt", {}, list, name);
-    html("dd", {}, list, value);
-  }
-  tip.hidden = false;
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - width - 8))}px`;
-  tip.style.top = `${y + 14 + height > innerHeight ? Math.max(4, y - height - 10) : y + 14}px`;
-}
-const over = (event) => event.target.closest?.(".mark");
-addEventListener("pointermove", (event) => (over(event) ? tell(over(event), event.clientX, event.clientY) : document.activeElement?.told || (tip.hidden = true)));
-function tellOf(mark) {
-  if (!mark?.told) return void (tip.hidden = true);
-  const place = mark.getBoundingClientRect();
-  tell(mark, place.x + place.width / 2, place.y);
-}
-addEventListener("focusin", (event) => tellOf(event.target));
-addEventListener("focusout", () => (tip.hidden = true));
-// a mark that gets the focus is scrolled into view, and its numbers go with it
-addEventListener("scroll", () => tellOf(tip.hidden ? null : document.activeElement), true);
-addEventListener("keydown", (event) => {
-  if (event.key === "Escape") tip.hidden = true;
-  const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
-  if (!event.target.told || !(event.key in steps)) return;
-  event.preventDefault();
-  const all = [...event.target.closest("svg").querySelectorAll(".mark")];
-  const next = all[(all.indexOf(event.target) + steps[event.key] + all.length) % all.length];
-  event.target.setAttribute("tabindex", "-1");
-  next.setAttribute("tabindex", "0");
-  next.focus();
-});
 
 // A table whose headers sort it; what is missing goes last either way.
 function table(parent, columns, cells, name) {
@@ -171,8 +124,9 @@ function table(parent, columns, cells, name) {
 }
 
 function published() {
-  const { source, setting, rows } = DATA.published;
-  const here = section("published", "Beside the published figures", `Published: ${source}, ${setting}. Ours: the same size, TP, batch and arm, on the nearest named link; blank where nothing was measured.`);
+  const { source, setting, count, rows } = DATA.published;
+  if (!rows.length) return;
+  const here = section("published", "Beside the published figures", `Published: ${source}, ${setting}. Ours: the same size, TP, batch and arm, on the nearest named link. ${rows.length} of ${count} published figures have a counterpart here.`);
   const unit = (value, row) => (value === null ? "" : row[9] === "x" ? `${value.toFixed(2)}×` : `${value.toFixed(1)}%`);
   const titles = ["size", "TP", "batch", "link", "arm", "what", "published", "ours"];
   const columns = titles.map((title) => ({ title, digits: ["TP", "batch", "published", "ours"].includes(title) ? 0 : null }));
@@ -184,47 +138,30 @@ function published() {
 function page() {
   for (const words of DATA.summary) html("p", {}, document.getElementById("summary"), words);
   for (const words of DATA.notes) html("p", { class: "quiet" }, document.getElementById("summary"), words);
-  const { throughput, frontier, latency } = DATA.figures;
-  const metrics = (panel) => ["speed-up over standard", "tokens/s"].filter((name) => panel.marks[name].length);
+  const { figures } = DATA;
   if (DATA.rows.cells.length) {
-    const bound = "none" in DATA.looks ? " The arm none has no communication: a bound on speed, not a model." : "";
-    figure("throughput", "Throughput by wiring", `Whiskers: the quartiles of a token's time over the repetitions. Tokens/s: each batch on a scale of its own.${bound}`, throughput, drawBars, {
-      extra: { name: "show", as: "metric", values: metrics, start: (panel) => metrics(panel)[0] },
-    });
-    figure("frontier", "Pareto frontier", "Further right: faster answers. Further up: cheaper tokens. Each point is a batch and a TP degree.", frontier, drawFrontier, {
+    const bound = "none" in DATA.looks ? " The arm none has no communication: standard's bound, not a model." : "";
+    figure("throughput", "Throughput by wiring", `Whiskers: the quartiles of a token's time over the repetitions.${bound}`, figures.throughput);
+    figure("frontier", "Pareto frontier", "Further right: faster answers. Further up: cheaper tokens. Each point is a batch and a TP degree.", figures.frontier, {
       none: "A frontier needs more than one batch or TP degree.",
     });
-    figure("latency", "Speed-up against link latency", "Points: measured, time of a token against standard's on the same link.", latency, drawLatency, {
+    figure("latency", "Speed-up against link latency", "Points: measured, time of a token against standard's on the same link.", figures.latency, {
       none: "No link with a known latency has both standard and another arm.",
     });
   }
   if (DATA.weights.cells.length) {
-    figure("weights", "Speed-up by weight format", "Time of a token against standard's with the same weights, on the same link.", DATA.figures.weights, drawWeights);
+    figure("weights", "Speed-up by weight format", "Time of a token against standard's with the same weights, on the same link.", figures.weights);
     table(section("formats", "Speed-up over standard by weight format", "Times as fast as standard with the same weights, decoding; predicted: by the performance model. A header sorts the table."), DATA.weights.columns, DATA.weights.cells, "speed-ups by weight format");
   }
   if (DATA.timelines.length) {
-    const layers = (panel) => distinct([panel.shown, 4 * panel.shown, Infinity].map((n) => Math.min(n, Math.max(...panel.steps.map((s) => s.layers)))));
-    figure("timeline", "Compute and communication of a step", "What one rank computes, and what it communicates meanwhile.", DATA.timelines, drawTimeline, {
-      extra: { name: "first layers", as: "layers", values: layers, start: (panel) => layers(panel)[0] },
-      legend: (legend) => {
-        legend.replaceChildren();
-        const names = { attention: "attention", MLP: "MLP", comm: "all-reduce", wait: "waiting for an all-reduce" };
-        for (const [key, name] of Object.entries(names)) {
-          const entry = html("span", {}, legend);
-          entry.append(swatch({ colour: DATA.spans[key], fill: "solid" }, true), ` ${name} `);
-        }
-      },
-    });
+    figure("timeline", "Compute and communication of a step", `What one rank computes, and what it communicates meanwhile. ${DATA.gaps}`, DATA.timelines, { extra: "layers", legend: kindsLegend });
   }
+  if (figures.training.length) figure("training", "Training", "What the runs' logs say. Points: evaluations, and the last line.", figures.training);
   if (DATA.loads.cells.length) {
-    const drawn = (panel) => Object.keys(panel.marks).filter((name) => panel.marks[name].length);
-    const show = { extra: { name: "show", as: "metric", values: drawn, start: (panel) => drawn(panel)[0] } };
-    figure("load-latency", "Latency of requests", "Which share of the requests (of the tokens, for ITL) took at most so long. Points: p50, p90, p99.", DATA.figures["load-latency"], drawDistribution, {
-      ...show,
+    figure("load-latency", "Latency of requests", "Which share of the requests (of the tokens, for ITL) took at most so long. Points: p50, p90, p99.", figures["load-latency"], {
       none: "No lines of single requests.",
     });
-    figure("load-rate", "Load", "Each point is a run.", DATA.figures["load-rate"], drawLoad, {
-      ...show,
+    figure("load-rate", "Load", "Each point is a run.", figures["load-rate"], {
       none: "A curve needs runs at more than one rate, or with more than one number of requests at a time.",
     });
     table(section("loads", "Runs of requests", "A header sorts the table. Milliseconds where nothing else is said."), DATA.loads.columns, DATA.loads.cells, "runs of requests");
@@ -233,11 +170,8 @@ function page() {
     published();
     table(section("rows", "All measurements", "A header sorts the table."), DATA.rows.columns, DATA.rows.cells, "all measurements");
   }
-  sections.forEach((show) => show());
-  let width = innerWidth, due;
-  addEventListener("resize", () => {
-    clearTimeout(due);
-    if (innerWidth !== width) due = setTimeout(() => ((width = innerWidth), sections.forEach((show) => show())), 100);
-  });
+  const again = () => sections.forEach((show) => show());
+  again();
+  redrawn(again);
 }
 page();

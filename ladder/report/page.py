@@ -1,23 +1,20 @@
-"""The report as one HTML page: template, style and script with the numbers inside. No torch here.
+"""The report as one HTML page: template, style and script with the numbers inside. No torch here."""
 
-What comes from the lines is in the page only as JSON, which the program shows as text; none of it is ever HTML.
-"""
-
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from ladder.bench.trace.lanes import COLOURS, Step
-from ladder.report.figures import BASE, SPEEDUP, Panel, heights, predicted_ms
+from ladder.bench.trace.lanes import GAPS
+from ladder.charts.looks import TIMES, Look
+from ladder.charts.page import assembled, legend, text_of
+from ladder.charts.theme import KINDS
+from ladder.report.charts import charts_of, facts_of, timelines
+from ladder.report.figures import BASE, SPEEDUP, Panel, predicted_ms, rank_name
+from ladder.report.lines.read import ReportData
+from ladder.report.lines.rows import Lanes, Row
 from ladder.report.load_figures import load_table
-from ladder.report.looks import TIMES, Look
-from ladder.report.plots import SHOWN, SPEEDUP_TICKS, timeline_title
 from ladder.report.published import beside, published
-from ladder.report.rows import Lanes, ReportData, Row
 from ladder.report.weight_figures import weights_table
 
 # A column's key, its title, and how many digits its numbers have after the point; columns without a value are left out.
@@ -68,7 +65,6 @@ COLUMNS: tuple[tuple[str, str, int | None], ...] = (
     ("commit", "commit", None),
     ("time", "time", None),
 )
-LANES = ("compute", "waits", "comm")
 
 
 def page(lines: ReportData, figures: Mapping[str, Sequence[Panel]], looks: dict[str, Look]) -> str:
@@ -76,28 +72,18 @@ def page(lines: ReportData, figures: Mapping[str, Sequence[Panel]], looks: dict[
     data = {
         "summary": summary(lines, figures),
         "notes": list(lines.not_drawn),
-        "looks": {arm: asdict(look) for arm, look in looks.items()},
-        "figures": {name: [_panel(name, panel) for panel in panels] for name, panels in figures.items()},
+        "looks": legend(looks),
+        "figures": {name: [_panel(name, panel, looks) for panel in panels] for name, panels in figures.items()},
         "timelines": [_timeline(lane) for lane in lines.lanes],
-        "spans": COLOURS,
+        "kinds": KINDS,
+        "gaps": GAPS,
         "rows": _table(lines.rows),
         "weights": weights_table(figures["weights"]),
         "loads": load_table(lines.loads),
-        "published": {"source": published()["source"], "setting": published()["setting"], "rows": _beside(lines.rows)},
+        "published": {"source": published()["source"], "setting": published()["setting"], **_beside(lines.rows)},
     }
-    parts = {
-        "STYLE": _file("page.css"),
-        "PROGRAM": _file("charts.js") + _file("page.js"),
-        "DATA": harmless(data),
-    }
-    # in one pass, so that nothing in the data is taken for a place to fill
-    return re.sub(r"/\*(STYLE|PROGRAM|DATA)\*/", lambda found: parts[found[1]], _file("page.html"))
-
-
-def harmless(data: Any) -> str:
-    """JSON that no browser takes for the end of a script or the beginning of anything."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    parts = [text_of("ladder.report", f"page.{kind}") for kind in ("html", "css", "js")]
+    return assembled(parts[0], parts[1], parts[2], data)
 
 
 def summary(lines: ReportData, figures: Mapping[str, Sequence[Panel]]) -> list[str]:
@@ -112,24 +98,36 @@ def summary(lines: ReportData, figures: Mapping[str, Sequence[Panel]]) -> list[s
         sentences[0] += " On an emulated link an all-reduce takes no less than alpha + bytes / beta of that link."
     marks = [mark for panel in figures["throughput"] for mark in panel.marks[SPEEDUP]]
     ladder = sorted(mark.y for mark in marks if mark.arm == "ladder")
-    if ladder:
-        low, middle, high = ladder[0], median(ladder), ladder[-1]
-        cells = f"over {len(ladder)} cells of size, TP, link and batch" if len(ladder) > 1 else "in one cell"
-        times = f"{low:.2f} to {high:.2f} times standard's tokens/s {cells} (median {middle:.2f})"
-        sentences.append(f"Ladder gives {times}.")
+    if len(ladder) == 1:
+        bound = _bound(figures["throughput"])
+        sentences.append(f"Ladder gives {ladder[0]:.2f}{TIMES} standard's tokens/s{bound}.")
+    elif ladder:
+        cells = f"{len(ladder)} cells of size, TP, link and batch"
+        spread = f"{ladder[0]:.2f}{TIMES} to {ladder[-1]:.2f}{TIMES} over {cells}"
+        bound = _bound(figures["throughput"])
+        sentences.append(f"Ladder gives {median(ladder):.2f}{TIMES} standard's tokens/s ({spread}){bound}.")
     return sentences
 
 
-def _panel(figure: str, panel: Panel) -> dict[str, Any]:
-    """A panel as the page's program reads it; panels of speed-ups bring the reach of their axis along."""
-    if figure not in ("latency", "weights"):
-        return asdict(panel)
-    low, high = heights(panel)
-    return {**asdict(panel), "heights": (low, high), "marked": [tick for tick in SPEEDUP_TICKS if low <= tick <= high]}
+def _bound(panels: Sequence[Panel]) -> str:
+    """How much standard would gain without communication, in the cells that have ladder too."""
+    found = []
+    for panel in panels:
+        own = {(mark.arm, mark.x): mark.y for mark in panel.marks[SPEEDUP]}
+        found += [y for (arm, x), y in own.items() if arm == "none" and ("ladder", x) in own]
+    return f"; without communication standard would give {median(found):.2f}{TIMES}" if found else ""
 
 
-def _file(name: str) -> str:
-    return (files("ladder.report") / name).read_text(encoding="utf-8")
+def _panel(name: str, panel: Panel, looks: dict[str, Look]) -> dict[str, Any]:
+    """A panel as the page's program reads it. `size`: how many marks it has."""
+    about = {"keys": panel.keys, "facts": panel.facts, "remark": panel.remark, "lead": panel.lead}
+    size = sum(len(marks) for marks in panel.marks.values())
+    return {
+        **about,
+        "arms": [arm for arm in looks if arm in panel.arms],
+        "size": size,
+        "charts": charts_of(name, panel, looks),
+    }
 
 
 def _table(rows: Sequence[Row]) -> dict[str, Any]:
@@ -144,28 +142,21 @@ def _table(rows: Sequence[Row]) -> dict[str, Any]:
         records.append(record)
     shown = [column for column in COLUMNS if any(record[column[0]] is not None for record in records)]
     cells = [[record[key] for key, _, _ in shown] for record in records]
-    return {"columns": [{"title": title, "digits": digits} for _, title, digits in shown], "cells": cells}
+    columns = [{"title": title.replace("GPU", rank_name(rows)), "digits": digits} for _, title, digits in shown]
+    return {"columns": columns, "cells": cells}
 
 
 def _cell(row: Row) -> tuple[Any, ...]:
     return row.size, row.tp, row.batch, row.compared_on, row.setting
 
 
-def _beside(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Those that have a counterpart first."""
-    return [asdict(line) for line in sorted(beside(rows), key=lambda line: line.ours is None)]
+def _beside(rows: Sequence[Row]) -> dict[str, Any]:
+    """The published figures that have a counterpart, and how many there are."""
+    found = beside(rows)
+    return {"count": len(found), "rows": [asdict(line) for line in found if line.ours is not None]}
 
 
 def _timeline(lane: Lanes) -> dict[str, Any]:
-    """A rank's steps for the page, which can show all layers."""
-    return {
-        "keys": {"file": lane.source, "rank": str(lane.rank)},
-        "facts": timeline_title(lane).split(" · ", 1)[-1],
-        "shown": SHOWN,
-        "steps": [_lanes(step) for step in lane.steps],
-    }
-
-
-def _lanes(step: Step) -> dict[str, Any]:
-    spans = {lane: [[s.name, round(s.begin, 5), round(s.end, 5)] for s in getattr(step, lane)] for lane in LANES}
-    return {"title": step.title, "ms": step.ms, "layers": len(step.compute) // 2, **spans}
+    """A rank's steps, by how many of their layers are shown."""
+    keys = {"file": lane.source, "rank": str(lane.rank)}
+    return {"keys": keys, "facts": facts_of(lane), "arms": [], "size": 0, "lead": 0, "charts": timelines(lane)}

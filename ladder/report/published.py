@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from ladder.report.figures import BASE, facts
-from ladder.report.rows import Row
+from ladder.report.lines.rows import Row
 
 
 @dataclass(frozen=True)

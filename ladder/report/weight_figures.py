@@ -16,7 +16,7 @@ from ladder.report.figures import (
     predicted_speedup,
     setting,
 )
-from ladder.report.rows import Row
+from ladder.report.lines.rows import Row
 
 LINES = "Points: measured. Lines: predicted by the performance model (ladder plan)."
 NO_LINES = "Points: measured. Nothing is predicted: the performance model does not know this chip, size or link."

@@ -65,9 +65,10 @@ def fit_inputs(options: FitOptions, progress: Progress) -> InputsFitResult:
         auto: Any = getattr(transformers, auto_of({**config.to_dict(), "architectures": config.architectures}))
         original = pretrained(auto, options.model, dtype=computing_dtype(options.dtype, options.device_type))
         whole = Inputs.open(options.data, type(original).forward, labels=True).unlabelled()
+        whole.check_fit(original.eval())
         inputs, measured = whole.split(options.batch)
         with new_folder(out) as folder:
-            model, found = _fitted(original.to(options.device_type).eval(), options, inputs, measured, progress)
+            model, found = _fitted(original.to(options.device_type), options, inputs, measured, progress)
             _write(model.to("cpu", config.dtype or torch.float32), folder, options, wirings, found)
             if out.exists():
                 out.rmdir()  # empty, as was seen
@@ -95,7 +96,6 @@ def _write(model: Any, folder: Path, options: FitOptions, wirings: list[Wiring],
     write_model(model, folder)
     write_beside(options.model, folder)
     auto = auto_of({"model_type": model.config.model_type, "architectures": [type(model).__name__]})
-    card = fitted_card(
-        options.model, options.out.name, model.config.model_type, wirings[0], False, f"It was {found}", auto
-    )
+    family, result = model.config.model_type, f"It was {found}"
+    card = fitted_card(options.model, options.out.name, family, wirings[0], False, result, auto, len(wirings))
     (folder / "README.md").write_text(card, encoding="utf-8")

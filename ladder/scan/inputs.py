@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ladder.errors import LadderError
+from ladder.hf.load import reason
 from ladder.hf.measures import kl_terms
 
 LABELS = "labels"  # the name of classes to learn in a file of inputs
@@ -70,6 +71,22 @@ class Inputs:
     def unlabelled(self) -> "Inputs":
         """What the model is called with."""
         return Inputs({name: tensor for name, tensor in self.tensors.items() if name != LABELS})
+
+    def check_fit(self, model: Any) -> None:
+        """Refuse inputs that the model cannot be called with: by its vocabulary, and by calling it with the first."""
+        part = getattr(model.config, "text_config", model.config)
+        for name, tensor in self.tensors.items():
+            if name.endswith("input_ids") and (size := getattr(part, "vocab_size", None)) is not None:
+                wrong = tensor[(tensor < 0) | (tensor >= size)]
+                if len(wrong):
+                    raise LadderError(
+                        f"{name} must be from 0 to {size - 1}, the model's vocabulary, not {int(wrong[0])}"
+                    )
+        try:
+            with torch.no_grad():
+                model(**arguments(model, self[slice(0, 1)].unlabelled().tensors))
+        except Exception as error:  # of whatever kind: a model has no other way to say what it wants
+            raise LadderError(f"the model cannot be called with these examples: {reason(error)}") from error
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         """As arguments, `size` examples at a time."""

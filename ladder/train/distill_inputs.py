@@ -181,10 +181,12 @@ def _wired_layers(model: Any) -> tuple[int, ...]:
 
 def _check_outputs(options: AdaptOptions, model: Any, data: ExamplesData) -> bool:
     """Whether it gives back logits. Refuses labels that are not of them, and outputs that nothing can be learned of."""
+    for inputs in (data.train.inputs, data.valid.inputs):
+        inputs.check_fit(model.eval())
     first = Inputs({name: tensor[:1] for name, tensor in data.valid.inputs.tensors.items()})
     with torch.no_grad():
         given = arguments(model, first.unlabelled().tensors)
-        found = answers(called(model.eval(), model, given), given)
+        found = answers(called(model, model, given), given)
     logits = found.get("logits")
     if logits is not None and logits.shape[-1] == 1:
         raise LadderError(f"{options.model} has a single logit, which is no probability: nothing can be distilled")
@@ -210,5 +212,6 @@ def _write_beside(options: AdaptOptions, kind: str, checked: _Checked, out: Path
     losses = bool(options.kl_weight or options.hidden_weight), bool(options.lm_weight)
     ways = (*losses, options.init_from is not None, None)
     auto = auto_of({"model_type": family, "architectures": [kind]})
-    text = adapted_card(options.model, options.out.name, family, checked.wirings[0], False, *ways, auto)
+    first, stacks = checked.wirings[0], len(checked.wirings)
+    text = adapted_card(options.model, options.out.name, family, first, False, *ways, auto, stacks)
     (out / "README.md").write_text(text, encoding="utf-8")

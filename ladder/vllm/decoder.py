@@ -36,16 +36,16 @@ class WiredDecoder:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,  # vLLM's: layers, and a norm behind them
         parts: Parts,
         blocks: Sequence[tuple[SubBlock, SubBlock]],
         comm: Comm,
         lanes: int = 1,
     ) -> None:
-        start, end = int(model.start_layer), int(model.end_layer)  # type: ignore[arg-type]
+        start, end = int(model.start_layer), int(model.end_layer)
         self.model = model
         self.comm = comm
-        self.layers = [WiredLayer(model.layers[index], parts, blocks[index]) for index in range(start, end)]  # type: ignore[index]
+        self.layers = [WiredLayer(model.layers[index], parts, blocks[index]) for index in range(start, end)]
         flat = [block for pair in blocks for block in pair]
         self.before, self.after = (Border.after(flat[: 2 * at], comm.size) for at in (start, end))
         own = flat[2 * start : 2 * end]

@@ -37,6 +37,7 @@ class WiredModel(nn.Module):
     """A mixin before a model of vLLM's, whose `model` has the layers: its forward pass is not used."""
 
     family: ClassVar[str]
+    model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **more: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **more)
@@ -65,7 +66,7 @@ class WiredModel(nn.Module):
                 raise RuntimeError(
                     f"{type(block).__name__} of this vLLM has {count} all-reduces, not one: its layers are not known"
                 )
-        attention.attn.register_forward_pre_hook(self._before_attention)  # type: ignore[union-attr, operator]
+        attention.attn.register_forward_pre_hook(self._before_attention)  # type: ignore[union-attr]
 
     def _before_attention(self, *_: Any) -> None:
         if breaks_at_attention():
@@ -96,10 +97,10 @@ class WiredModel(nn.Module):
         return IntermediateTensors(found) if isinstance(found, dict) else found
 
 
-def _without_second_norm(model: nn.Module, parts: Parts) -> Parts:
+def _without_second_norm(model: Any, parts: Parts) -> Parts:
     """A layer's MLP reads through the attention's norm: the checkpoint has no other."""
-    for index in range(int(model.start_layer), int(model.end_layer)):  # type: ignore[arg-type]
-        delattr(model.layers[index], parts.mlp_norm)  # type: ignore[index]
+    for index in range(int(model.start_layer), int(model.end_layer)):
+        delattr(model.layers[index], parts.mlp_norm)
     return replace(parts, mlp_norm=parts.attention_norm)
 
 

@@ -74,7 +74,7 @@ def handover(options: EngineOptions, server: ServerOptions, named: frozenset[str
 
 
 def overrides_of(raw: dict[str, Any], wiring: str | None, ranks: int) -> dict[str, Any]:
-    """What vLLM's hf_overrides must say beside config.json: another wiring than the file's, or one that a plain file names."""
+    """What vLLM's hf_overrides must say: another wiring than config.json's, or one that a plain file names."""
     family, plain = vllm_family_of(raw), unlocked(raw)
     layers = whole_number(plain, "num_hidden_layers") if family is not None or wiring is not None else 0
     if wiring is None:

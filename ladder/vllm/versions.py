@@ -13,6 +13,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
@@ -44,11 +45,12 @@ def keep_partial(block: nn.Module) -> int:
     Projections have a flag for it, and so have experts, whose all-reduce comes behind their kernels.
     """
     found = 0
-    for module in block.modules():
-        if hasattr(module, "reduce_results"):
-            found += bool(module.reduce_results)
-            module.reduce_results = False
-        moe = getattr(module, "moe_config", None)
+    each: Any
+    for each in block.modules():
+        if hasattr(each, "reduce_results"):
+            found += bool(each.reduce_results)
+            each.reduce_results = False
+        moe: Any = getattr(each, "moe_config", None)
         if hasattr(moe, "skip_final_all_reduce"):
             found += not moe.skip_final_all_reduce
             moe.skip_final_all_reduce = True
@@ -72,9 +74,13 @@ def captures_whole() -> bool:
 def default_modes(config: VllmConfig) -> None:
     """Where the user says nothing: no torch.compile, and decode steps as whole CUDA graphs; with breakable graphs,
     which vLLM has behind an environment variable of its own, prompts as well.
+
+    On a CPU vLLM lays out what a pipeline stage receives in a run that it leaves out without the compiler; there is
+    nothing in a wired model that the compiler would find.
     """
     compilation = config.compilation_config
-    if compilation.mode is None:
+    staged = config.parallel_config.pipeline_parallel_size > 1 and current_platform.is_cpu()
+    if compilation.mode is None and not staged:
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is None and not is_breakable_cudagraph_enabled():
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

@@ -13,6 +13,7 @@ from ladder.checkpoint import Directory, Random, load, save
 from ladder.comm.emulated import World
 from ladder.config import ModelConfig
 from ladder.config.model import Experts
+from ladder.config.rope import Rope
 from ladder.model import Decoder
 from ladder.wiring import Wiring
 from tests import oracle
@@ -41,7 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"experts": replace(_EXPERTS, normalize=False, dense_layers=(1,))},
     "gemma2": {"windows": (24, None) * 2, "query_scalar": 32.0, "attention_softcap": 50.0, "logit_softcap": 30.0}
     | {"tied": True},
-    "gemma3_text": {"windows": (24, None) * 2, "query_scalar": 32.0, "tied": True},
+    "gemma3_text": {
+        "windows": (24, None) * 2,
+        "query_scalar": 32.0,
+        "tied": True,
+        "rope": Rope(1e6),
+        "local_rope": Rope(),
+    },
 }
 # prompts of 5 to 300 tokens; the last two begin alike
 LENGTHS = (5, 17, 64, 300)

@@ -86,6 +86,8 @@ def test_options(wired: Path) -> None:
     assert "unknown setting ladder.lane" in refusal(wired, additional_config={"ladder": {"lane": 2}})
     assert "must be 1 or 2" in refusal(wired, additional_config={"ladder": {"lanes": 3}})
     assert "leave out ladder.lanes" in refusal(wired, additional_config={"ladder": {"lanes": 2, "reference": True}})
+    lanes = {"additional_config": {"ladder": {"lanes": 2}}}
+    assert "one pipeline stage" in refusal(wired, pipeline_parallel_size=2, **lanes)
     assert "--cpu-offload-gb" in refusal(wired, cpu_offload_gb=1)
 
 

@@ -3,6 +3,7 @@ there is no text.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,17 +16,23 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from ladder.bench.demo.options import DemoOptions
+from ladder.bench.demo.timeline import timeline
 from ladder.bench.sweep.cells import Hardware, cells
 from ladder.bench.sweep.options import BenchOptions
 from ladder.bench.sweep.sweep import bench
+from ladder.bench.trace import step_trace
+from ladder.bench.trace.lanes import Step
 from ladder.errors import LadderError
+from ladder.jit import PRESENT
 from ladder.perf.memory import TooLarge
 from ladder.progress import Progress
 
 SIZES = ("llama-3-8b", "llama-3.2-3b", "llama-3.2-1b", "smollm2-135m")  # the first that fits is measured as a whole
 ARMS = ("standard", "ladder")
 TOKENS: dict[str, Any] = {"prompt": 1024, "new": 64, "repetitions": 25}
-SHARD, RANKS, LINK = "llama-3-70b", 8, "nvlink_nccl"  # one rank of it, where its shard fits
+SHARD, RANKS, LINK = "llama-3-70b", 8, "nvlink_nccl"  # one rank of it, where its shard fits; `step_trace` has the same
+SHOWN = 6  # layers of the timeline
+KEYS = ("wiring", "rank", "compute", "comm", "waits")  # of a recorded step
 NEXT = (
     ("ladder doctor", "what this machine can do, and which wiring suits it"),
     (f"ladder bench --size {SHARD} --tp {RANKS} --emulate-link {LINK}", "every wiring, and no communication at all"),
@@ -46,7 +53,7 @@ def planned(out: Path, here: Hardware) -> list[BenchOptions]:
     one_rank = BenchOptions(
         size=(SHARD,), arm=ARMS, tp=(RANKS,), emulate_link=(LINK,), mode="one-rank", device="cuda", out=out, **TOKENS
     )
-    if _fits(one_rank, here):
+    if PRESENT and _fits(one_rank, here):  # a rank alone is measured by our kernels
         found.append(one_rank)
     if not found:
         raise LadderError("this GPU has no room for the smallest model of the demo: use --device cpu")
@@ -72,8 +79,9 @@ def demo_gpu(
     options: DemoOptions,
     console: Console,
     measure: Measure = bench,
+    trace: Callable[[list[str]], None] = step_trace.main,
 ) -> None:
-    """`ladder demo` on a GPU. `measure`: what measures; for tests."""
+    """`ladder demo` on a GPU. `measure` and `trace`: what measures, and what records steps; for tests."""
     rows: list[Row] = []
     if options.json:
         for row in measured(lambda *_: None, measure):
@@ -91,11 +99,33 @@ def demo_gpu(
             rows.append(row)
             live.update(_table(rows, doing))
         live.update(_table(rows, ""))
-    console.print(_said(rows), highlight=False)
+    console.print(_said(rows), markup=False, highlight=False)
+    if any(row["tp"] > 1 for row in rows):
+        _traced(options, console, trace)
     console.print("\n[bold]Next[/bold]")
     for command, what in NEXT:
         console.print(f"  {command}", style="bold", highlight=False, soft_wrap=True)
         console.print(f"      {what}", highlight=False)
+
+
+def _traced(options: DemoOptions, console: Console, trace: Callable[[list[str]], None]) -> None:
+    """A decode step of the shard, under each way to compute it: its first layers as lines, and the picture."""
+    with TemporaryDirectory(prefix="ladder-demo-") as folder:
+        try:
+            trace([folder, LINK])
+        except (LadderError, RuntimeError) as error:  # no matplotlib, or a profiler that does not tell enough
+            console.print(f"no timeline: {error}", markup=False, highlight=False, soft_wrap=True)
+            return
+        lines = (Path(folder) / "one_rank_steps.jsonl").read_text(encoding="utf-8").splitlines()
+        shutil.copyfile(Path(folder) / "one_rank_lanes.png", options.out)
+    rows = [json.loads(line) for line in lines]
+    steps = [Step.read({key: row[key] for key in KEYS}) for row in rows]
+    ms = max(span.end for step in steps for span in step.compute[: 2 * SHOWN])
+    about = f"The first layers of one decode step of {SHARD}, one rank of {RANKS}: {ms:.2f} ms from left to right"
+    console.print(f"\n[bold]{about}[/bold]", highlight=False)
+    titles = [f"{step.wiring}: {row['step_ms']:.2f} ms in all" for step, row in zip(steps, rows, strict=True)]
+    timeline(list(zip(titles, steps, strict=True)), console, ms)
+    console.print(f"wrote {options.out}: the same as a picture", markup=False, highlight=False, soft_wrap=True)
 
 
 def speedup(rows: Sequence[Row], row: Row) -> float | None:

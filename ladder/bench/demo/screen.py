@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ladder.bench.demo.run import LIKE, LIKE_NAME, RANKS, Found
-from ladder.bench.demo.timeline import LEGEND, lanes
+from ladder.bench.demo.timeline import timeline
 from ladder.bench.demo.write import SHOWN, TRACED
 from ladder.bench.trace.lanes import draw
 from ladder.errors import LadderError
@@ -132,19 +132,12 @@ def _account(found: Found) -> Table:
 
 
 def _timeline(found: Found, console: Console) -> None:
-    label = 10
-    width = max(20, min(console.width, 160) - label)
     ms = max(step.ms for step in found.steps.values())
     console.print(
         f"\n[bold]One decode step[/bold] of each (the fastest of {TRACED}), {ms:.1f} ms from left to right",
         highlight=False,
     )
-    for name in SHOWN:
-        step = found.steps[name]
-        console.print(f"{NAMES[name]}: {step.ms:.1f} ms", highlight=False)
-        for row, line in zip(("compute", "link"), lanes(step, width, ms), strict=True):
-            console.print(Text(f"{row:<{label}}").append_text(line), no_wrap=True, overflow="crop")
-    console.print(LEGEND, style="dim", highlight=False)
+    timeline([(f"{NAMES[name]}: {found.steps[name].ms:.1f} ms", found.steps[name]) for name in SHOWN], console, ms)
 
 
 def _picture(found: Found, console: Console, out: Path) -> None:
@@ -155,6 +148,6 @@ def _picture(found: Found, console: Console, out: Path) -> None:
     try:
         draw([found.steps[name] for name in SHOWN], title, out, titles)
     except LadderError as error:  # no matplotlib
-        console.print(f"no picture file: {error}", highlight=False, soft_wrap=True)
+        console.print(f"no picture file: {error}", markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(f"wrote {out}: the same as a picture", highlight=False, soft_wrap=True)
+        console.print(f"wrote {out}: the same as a picture", markup=False, highlight=False, soft_wrap=True)

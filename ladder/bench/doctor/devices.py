@@ -49,7 +49,7 @@ def _gpus(torch: Any) -> dict[str, Any]:
     if not count:
         return {}
     about = [torch.cuda.get_device_properties(number) for number in range(count)]
-    found = {"gpus": tuple(each.name for each in about)}
+    found: dict[str, Any] = {"gpus": tuple(each.name for each in about)}
     found["gigabytes"] = tuple(round(each.total_memory / 1e9, 1) for each in about)
     found["capability"] = min((each.major, each.minor) for each in about)
     pairs = list(permutations(range(count), 2))

@@ -37,7 +37,8 @@ PACKAGES = (
 def found(package: Package, version_of: Callable[[str], str] = version) -> str | None:
     """The version that is installed; None: it is missing."""
     try:
-        if find_spec(package.module) is None:
+        spec = find_spec(package.module)
+        if spec is None or spec.origin is None:  # nothing, or a folder that happens to have this name
             return None
     except (ImportError, ValueError):  # half removed
         return None

@@ -1,16 +1,18 @@
 """Steps as lanes of compute and communication: the figures of a step, and its picture."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladder.charts import specs
+from ladder.charts.library import picture
 from ladder.perf.measurements import current
-from ladder.plotting import load_pyplot
 
-# after Okabe and Ito: colour-blind readers can tell them apart
-COLOURS = {"attention": "#0072b2", "MLP": "#56b4e9", "comm": "#e69f00", "wait": "#d55e00"}
-NUMBERED = 0.012  # of the picture's width: a bar that is wider has room for its layer's number
+KINDS = ("attention", "MLP")  # of sub-blocks
+NUMBERED = 0.014  # of the chart's width: a bar that is wider has room for its layer's number
+GAPS = "Gaps: the rest of the step, such as norms, the residual stream, the embedding and the host."
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Step:
     @property
     def ms(self) -> float:
         return max(span.end for span in (*self.compute, *self.waits))
+
+    @property
+    def layers(self) -> int:
+        return (len(self.compute) + 1) // 2
 
     @property
     def two_lanes(self) -> bool:
@@ -76,7 +82,9 @@ class Step:
 
 
 def first_layers(step: Step, count: int) -> Step:
-    """The step until its first `count` layers are computed: what a picture has room for."""
+    """The step until its first `count` layers are computed: what a picture has room for, not for figures."""
+    if count >= step.layers:
+        return step  # with what it waits for in the end
     compute, later = step.compute[: 2 * count], {span.name for span in step.compute[2 * count :]}
     until = max(span.end for span in compute)
     comm = [span for span in step.comm if span.begin < until]
@@ -97,55 +105,45 @@ def _busy(spans: Sequence[Span]) -> float:
     return total
 
 
-def draw(steps: Sequence[Step], title: str, path: Path, titles: Sequence[str] | None = None) -> None:
-    """Rows of compute above a row of communication for every step, all on one time axis. A step on two lanes has two
-    rows of compute. `titles`: of the steps, where they are not to be their own.
+def timeline(steps: Sequence[Step], count: int, titles: Sequence[str] = ()) -> specs.Spec:
+    """The steps' first `count` layers below each other, all on one time axis. The titles are of the whole steps; other
+    ones may be given.
     """
-    pyplot = load_pyplot()
-    computing = [["attention", "MLP"] if step.two_lanes else ["compute"] for step in steps]
-    height = sum(len(rows) + 2 for rows in computing)  # the last row is room for the next step's title
-    figure, axes = pyplot.subplots(figsize=(13, 1.2 + 0.57 * height), layout="constrained")
-    width = 1.01 * max(step.ms for step in steps)
-    ticks: list[tuple[float, str]] = []
-    top = 0.0
-    for index, (step, rows) in enumerate(zip(steps, computing, strict=True)):
-        for span in step.compute:
-            at = top - _row(span, rows)
-            _bar(axes, at, span, COLOURS[span.name.split()[0]])
-            if span.end - span.begin > NUMBERED * width:
-                _number(axes, at, span, "white" if _is_attention(span) else "black")
-        for span in step.waits:
-            _bar(axes, top - _row(span, rows), span, COLOURS["wait"])
-        for span in step.comm:
-            _bar(axes, top - len(rows), span, COLOURS["comm"])
-        text = step.title if titles is None else titles[index]
-        axes.text(0, top + 0.55, text, fontsize=11, fontweight="bold", va="bottom")
-        ticks += [(top - row, name) for row, name in enumerate([*rows, "communication"])]
-        top -= len(rows) + 2
-    axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
-    axes.set_ylim(top + 1.2, 1.3)
-    axes.set_xlim(0, width)
-    axes.set_xlabel("milliseconds since the step began")
-    axes.set_title(title, fontsize=11, loc="left")
-    names = {"attention": "attention of layer n", "MLP": "MLP of layer n", "comm": "all-reduce"}
-    names["wait"] = "waiting for an all-reduce"
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[key]) for key in names]
-    figure.legend(handles, names.values(), loc="outside lower center", ncols=4, frameon=False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    shown = [first_layers(step, count) for step in steps]
+    until = max(step.ms for step in shown)
+    records: list[dict[str, Any]] = []
+    for order, (step, whole) in enumerate(zip(shown, steps, strict=True)):
+        heading = {"heading": titles[order] if titles else whole.title, "order": order}
+        records += [{**bar, **heading} for bar in _bars(step, until)]
+    return specs.timeline("milliseconds since the step began", records)
 
 
-def _row(span: Span, rows: Sequence[str]) -> int:
-    return 0 if len(rows) == 1 or _is_attention(span) else 1
+def _bars(step: Step, until: float) -> list[dict[str, Any]]:
+    """Computation on one lane or on two, the link's below."""
+    found = []
+    two = step.two_lanes
+    for kind, spans in (("wait", step.waits), ("compute", step.compute), ("all-reduce", step.comm)):
+        for span in (span for span in spans if span.end > span.begin):
+            top, bottom = (2.1, 2.95) if kind == "all-reduce" else (0.05, 1.9)
+            title = f"waits for {span.name}" if kind == "wait" else span.name
+            if two and kind != "all-reduce":
+                top, bottom = (0.05, 0.95) if _is_attention(span) else (1.0, 1.9)
+                title = f"{span.name} waits for an all-reduce" if kind == "wait" else span.name
+            took = f"{1e3 * (span.end - span.begin):.1f} \N{MICRO SIGN}s"
+            told = {"title": title, "tips": [("took", took), ("began at", f"{span.begin:.3f} ms")]}
+            bar = {"kind": span.name.split()[0] if kind == "compute" else kind, "begin": span.begin, "end": span.end}
+            wide = kind == "compute" and span.end - span.begin > NUMBERED * until
+            label = {"label": span.name.split()[-1]} if wide else {}
+            found.append({**bar, "top": top, "bottom": bottom, **label, **told})
+    return found
 
 
-def _bar(axes: Any, at: float, span: Span, colour: str) -> None:
-    axes.barh(at, span.end - span.begin, left=span.begin, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
-
-
-def _number(axes: Any, at: float, span: Span, colour: str) -> None:
-    """The layer, in the middle of its bar."""
-    middle = (span.begin + span.end) / 2
-    axes.text(middle, at, span.name.split()[-1], fontsize=9, color=colour, ha="center", va="center", clip_on=True)
+def draw(steps: Sequence[Step], title: str, path: Path, titles: Sequence[str] = (), count: int | None = None) -> None:
+    """The picture: of all layers, or of the first `count`."""
+    most = max(step.layers for step in steps)
+    chart = timeline(steps, min(count or most, most), titles)
+    names = "Numbers: layers. Grey with a broken line: waits for an all-reduce."
+    facts = [*textwrap.wrap(title, 170), f"{names} {GAPS}"]
+    inner = {**chart["spec"], "width": 1000}
+    inner["layer"] = [specs.with_kinds(layer) for layer in inner["layer"]]
+    picture(specs.titled({**chart, "spec": inner}, "Computation and communication", facts), path)

@@ -22,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from ladder.bench.machine import machine
 from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import CONTEXT
-from ladder.bench.trace.lanes import Span, Step, draw, first_layers
+from ladder.bench.trace.lanes import Span, Step, draw
+from ladder.charts.library import load_library
 from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
 from ladder.devices import device as find_device
@@ -30,7 +31,6 @@ from ladder.engine.forward import Schedule
 from ladder.errors import LadderError, check_known
 from ladder.kernels.launch import Kernels
 from ladder.model import Decoder, Layer
-from ladder.plotting import load_pyplot
 
 SHOWN = 6  # layers in the picture
 SLACK = 0.002  # milliseconds by which the profiler may be wrong about what ended before what began
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str]) -> None:
     check_known("link", link, LINKS)
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a folder")
-    load_pyplot()
+    load_library()
     device = find_device("cuda:0")
     torch.cuda.set_device(device)
     out.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def draw_first(steps: Sequence[Step], whole: Sequence[float], what: str, path: P
     """The steps' first layers; above them the time of all."""
     titles = [step.title_of(ms) for step, ms in zip(steps, whole, strict=True)]
     title = f"First {SHOWN} of {len(steps[0].compute) // 2} layers of a decode step (figures: of all layers): {what}"
-    draw([first_layers(step, SHOWN) for step in steps], title, path, titles)
+    draw(steps, title, path, titles, SHOWN)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ other, and the figures: all-reduces, time of communication, time exposed (a sub-
 """
 
 import json
+import logging
 import os
 import queue
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ladder.bench.machine import machine
 from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks
 from ladder.bench.trace.lanes import Span, Step, draw
+from ladder.charts.library import MISSING, installed
 from ladder.checkpoint import Source, load
 from ladder.comm.base import Comm, Pending
-from ladder.comm.link import Link
+from ladder.comm.link import LINKS, Link
 from ladder.comm.timed import Timed
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
@@ -214,12 +218,24 @@ def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
         name = wiring.replace(" ", "_").replace(":", "-")
         profiler.export_chrome_trace(str(setting.out / f"{name}.rank{comm.rank}.trace.json"))
     traced.close()
-    lines = [json.dumps(asdict(step)) for step in steps]
+    about = {**_about(setting, comm.size), **machine(device)}
+    lines = [json.dumps({**asdict(step), **about}) for step in steps]
     (setting.out / f"steps.rank{comm.rank}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _about(setting: TraceSetting, tp: int) -> dict[str, Any]:
+    """What a reader of a step's line needs to know, under the keys of `ladder bench`."""
+    link, real = setting.link, "nccl" if setting.device.type == "cuda" else "gloo"
+    if link is not None:
+        own = f"{link.alpha * 1e6:g}us,{link.beta / 1e9:g}GB/s"
+        real = next((name for name, known in LINKS.items() if known == link), own)
+    kind = {"mode": "ranks", "link": real, "link_kind": "real" if link is None else "emulated"}
+    moment = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return {**kind, "tp": tp, "batch": setting.batch, "context": setting.context, "time": moment}
+
+
 def trace(setting: TraceSetting, tp: int) -> list[Step]:
-    """Run the ranks; returns the first rank's steps, the picture drawn."""
+    """Run the ranks; returns the first rank's steps, the picture drawn where the library for it is installed."""
     if setting.device.type == "cuda" and torch.cuda.device_count() < tp:
         # gloo, which ranks on one GPU would use, holds up the host and not the stream: its waits could not be seen
         raise LadderError(f"a trace of {tp} ranks needs {tp} GPUs, this machine has {torch.cuda.device_count()}")
@@ -233,5 +249,8 @@ def trace(setting: TraceSetting, tp: int) -> list[Step]:
         else f"emulated link, {setting.link.alpha * 1e6:g} us + bytes / {setting.link.beta / 1e9:g} GB/s"
     )
     what = f"One decode step, rank 0 of {tp}, batch {setting.batch}, context {setting.context}, {setting.device.type}"
-    draw(steps, f"{what}; {link}", setting.out / "lanes.png")
+    if installed():
+        draw(steps, f"{what}; {link}", setting.out / "lanes.png")
+    else:
+        logging.getLogger(__name__).warning("no picture: %s", MISSING)
     return steps

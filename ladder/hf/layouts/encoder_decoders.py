@@ -1,5 +1,6 @@
 """Models with an encoder and a decoder. A decoder's layer has three sub-blocks: the second attends to the encoder."""
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -61,12 +62,16 @@ def _t5_mlp(place: int) -> Branch:
     )
 
 
+def _encodes(block: Any) -> bool:
+    return not block.is_decoder
+
+
 _BIASES = ("position_bias", "encoder_decoder_position_bias")
 _T5: dict[str, Any] = {
     "layer_class": "T5Block",
     "shared": _BIASES,
     "heads": "num_heads",
-    "width": lambda config: int(config.d_ff),
+    "width": attrgetter("d_ff"),
 }
 
 ENCODER_DECODERS: dict[str, tuple[LayerLayout, ...]] = {
@@ -78,7 +83,7 @@ ENCODER_DECODERS: dict[str, tuple[LayerLayout, ...]] = {
             unsupported=_DROPPED,
             depth="encoder_layers",
             heads="encoder_attention_heads",
-            width=lambda config: int(config.encoder_ffn_dim),
+            width=attrgetter("encoder_ffn_dim"),
         ),
         LayerLayout(
             _WHISPER_ATTENTION,
@@ -101,14 +106,14 @@ ENCODER_DECODERS: dict[str, tuple[LayerLayout, ...]] = {
             differentiable=("encoder_hidden_states",),
             depth="decoder_layers",
             heads="decoder_attention_heads",
-            width=lambda config: int(config.decoder_ffn_dim),
+            width=attrgetter("decoder_ffn_dim"),
         ),
     ),
     "t5": (
         LayerLayout(
             _T5_ATTENTION,
             _t5_mlp(1),
-            chosen=lambda block: not block.is_decoder,
+            chosen=_encodes,
             returns=((0, 1), None),
             differentiable=("position_bias",),
             depth="num_layers",
@@ -132,7 +137,7 @@ ENCODER_DECODERS: dict[str, tuple[LayerLayout, ...]] = {
                 },
                 needs="encoder_hidden_states",
             ),
-            chosen=lambda block: bool(block.is_decoder),
+            chosen=attrgetter("is_decoder"),
             returns=((0, 1), (1, 1)),
             differentiable=("encoder_hidden_states", *_BIASES),
             depth="num_decoder_layers",

@@ -11,6 +11,7 @@ and in post-norm models, whose norm stands on the stream itself:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 
@@ -63,7 +64,7 @@ class LayerLayout:
     configs: tuple[str, ...] = ("",)  # the parts of the config that stacks have their sizes in; empty: the config
     depth: str = "num_hidden_layers"  # there: how many layers a stack has
     heads: str = "num_attention_heads"
-    width: Callable[[Any], int] = lambda config: int(config.intermediate_size)  # of the MLP
+    width: Callable[[Any], int] = attrgetter("intermediate_size")  # of the MLP
 
     @property
     def branches(self) -> tuple[Branch, ...]:

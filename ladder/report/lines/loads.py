@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladder.load.summary import REQUEST, SUMMARY
-from ladder.report.values import checked, filled
+from ladder.report.lines.values import checked, filled
 
 MEASURES = (REQUEST, SUMMARY)
 TIMES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "end to end"}  # key of a request: its name

@@ -1,19 +1,14 @@
-"""The lines that a report is made of, read and checked. No torch here."""
+"""The rows that a report is made of: one measurement each, and the steps of a trace. No torch here."""
 
 import math
-import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ladder.bench.trace.lanes import COLOURS, Span, Step
+from ladder.bench.trace.lanes import Step
 from ladder.comm.link import LINKS, Link
 from ladder.errors import LadderError
-from ladder.perf.measurements import read_lines
-from ladder.report.loads import MEASURES, LoadLines, LoadRun
-from ladder.report.values import LARGEST, filled, harmless_text, short
+from ladder.report.lines.values import filled, short
 
 
 @dataclass(frozen=True)
@@ -133,57 +128,7 @@ class Lanes:
     facts: dict[str, str]  # chip, link and the like, where the lines have them
 
 
-@dataclass(frozen=True)
-class ReportData:
-    """What the files hold."""
-
-    sources: Sequence[str]
-    rows: Sequence[Row]
-    lanes: Sequence[Lanes]
-    not_drawn: Sequence[str]  # a sentence per file with lines that are not drawn
-    loads: Sequence[LoadRun] = ()
-
-
-def load(inputs: Sequence[Path]) -> ReportData:
-    """The measurements and the steps of all files, in order; files that hold neither are refused."""
-    if not inputs:
-        raise LadderError("no file of measurements: make one with `ladder bench`")
-    rows: list[Row] = []
-    lanes: list[Lanes] = []
-    loads: list[LoadRun] = []
-    not_drawn: list[str] = []
-    for path in inputs:
-        steps: dict[int, list[tuple[Step, dict[str, str]]]] = {}
-        lines = read_lines(path)
-        others: Counter[str] = Counter({"torn last line": 1} if lines.torn else {})
-        before, served = len(rows), LoadLines()
-        for number, raw in lines.objects:
-            if raw.get("measure") in MEASURES:
-                served.add(raw, f"{path} line {number}")
-            elif raw.get("tpot_ms_p50") is not None:
-                rows.append(_row(raw, f"{path} line {number}"))
-            elif (step := _step(raw)) is not None:
-                facts = {key: harmless_text(raw[key]) for key in _FACTS if isinstance(raw.get(key), str)}
-                steps.setdefault(step.rank, []).append((step, facts))
-            else:
-                others[_kind(raw)] += 1
-        runs, without = served.runs()
-        if without:
-            others["line of a request whose run has no line"] = without
-        if len(rows) == before and not steps and not runs:
-            found = f" (it has {_counted(others)})" if others else ""
-            raise LadderError(
-                f"{path} has nothing to draw{found}: give what `ladder bench`, `ladder trace` or `ladder load` wrote"
-            )
-        loads += runs
-        name = harmless_text(path.name)
-        lanes += [Lanes(name, rank, [s for s, _ in found], found[0][1]) for rank, found in sorted(steps.items())]
-        if others:
-            not_drawn.append(f"{name}: not drawn are {_counted(others)}.")
-    return ReportData([harmless_text(path.name) for path in inputs], rows, lanes, not_drawn, loads)
-
-
-def _row(raw: dict[str, Any], where: str) -> Row:
+def row_of(raw: Mapping[str, Any], where: str) -> Row:
     given = {key: value for key, value in raw.items() if value is not None}
     given = {**{new: given[old] for new, old in (("arm", "wiring"), ("wiring", "arm")) if old in given}, **given}
     row = filled(Row, given, where)
@@ -191,39 +136,3 @@ def _row(raw: dict[str, Any], where: str) -> Row:
         if not getattr(row, name) > 0:
             raise LadderError(f"{where}: {name} must be more than 0, not {short(str(getattr(row, name)))}")
     return row
-
-
-_FACTS = ("chip", "mode", "link", "link_kind", "commit", "time")
-
-
-def _step(raw: dict[str, Any]) -> Step | None:
-    """A step's spans, where the line has them and they can be drawn."""
-    try:
-        whole = Step.read(raw)
-        lanes = [[Span(harmless_text(s.name), float(s.begin), float(s.end)) for s in lane] for lane in _lanes(whole)]
-        step = Step(harmless_text(whole.wiring), int(whole.rank), *lanes)
-        possible = all(0 <= span.begin <= span.end <= LARGEST for lane in lanes for span in lane)
-        known = all(span.name.split()[0] in COLOURS for span in step.compute)
-        return step if step.compute and possible and known and step.ms > 0 else None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
-        return None
-
-
-def _lanes(step: Step) -> tuple[Sequence[Span], ...]:
-    return step.compute, step.comm, step.waits
-
-
-def _kind(raw: dict[str, Any]) -> str:
-    """What a line calls itself, or else what it holds."""
-    if isinstance(raw.get("measure"), str):
-        return f"line of {short(harmless_text(raw['measure']))!r}"
-    keys = ", ".join(list(raw)[:3]) or "nothing"
-    return f"line with {short(harmless_text(keys))}"
-
-
-def _counted(others: Counter[str]) -> str:
-    shown = [
-        f"{count} {re.sub('^line', 'lines', kind) if count > 1 else kind}" for kind, count in others.most_common(5)
-    ]
-    left = sum(others.values()) - sum(count for _, count in others.most_common(5))
-    return ", ".join(shown) + (f" and {left} more" if left else "")
