@@ -17,7 +17,11 @@ def directory_of(model: Path) -> Path:
     it is, for whoever reads it to refuse.
     """
     name = str(model)
-    if model.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    try:
+        there = model.exists()
+    except OSError:  # a name that is too long, for one
+        there = False
+    if there or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return model
     from huggingface_hub import snapshot_download  # here: it takes a second
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

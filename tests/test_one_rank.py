@@ -356,7 +356,7 @@ def test_tuning_refuses(tmp_path: Path, arguments: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "program, message",
     [
-        ("one_rank nonsense", "unknown measurement 'nonsense': known are 70b, .*; the nearest is 'lanes'"),
+        ("one_rank lane", "unknown measurement 'lane': known are 70b, .*; the nearest is 'lanes'"),
         ("step_trace", r"give a folder, and a link if need be, not 0 arguments: OUT \[LINK\]"),
         ("step_trace new nvlink_ncl", "unknown link 'nvlink_ncl': .*; the nearest is 'nvlink_nccl'"),
         pytest.param(
