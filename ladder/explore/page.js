@@ -76,6 +76,7 @@ function choose(name, value) {
   if (name === "tp" || name === "link") showLinks();
   history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
   document.body.dataset.answered = document.body.dataset.shown = "";
+  turn++; // an answer to the former choice is no longer shown
   clearTimeout(due); // several changes at once, as by the arrow keys, are asked about once
   due = setTimeout(show, 80);
 }
