@@ -167,6 +167,9 @@ def test_the_link_follows_the_gpus(opened: Any) -> None:
     choose(opened, "size", "llama-3-8b")
     choose(opened, "tp", "2")
     assert opened.locator("select[name=link]").input_value() == "pcie_shm_tp2"  # the same kind
+    choose(opened, "link", "nvlink_oneshot")
+    choose(opened, "chip", "rtx-4090")
+    assert opened.locator("select[name=link]").input_value() == "pcie_shm_tp2"  # which has no NVLink
 
 
 def test_an_address_opens_its_setting(browser: Any, address: str) -> None:

@@ -18,6 +18,7 @@ class Chip:
     bf16_tflop_s: float  # dense, float32 accumulation
     full_name: str = ""  # as torch calls it
     source: str = ""
+    links: tuple[str, ...] = ("nvlink_nccl",)  # of the table of links: between the GPUs of one machine, nearest first
 
     @classmethod
     def parse(cls, text: str) -> "Chip":
@@ -41,11 +42,13 @@ class Chip:
 
 
 _NVIDIA = "NVIDIA's data sheet"
+_PCIE = ("pcie_p2p_nccl", "pcie_shm_tp8")
+_PCIE_WITHOUT_PEERS = ("pcie_shm_tp2", "pcie_shm_tp4", "pcie_shm_tp8")  # the driver has no peer-to-peer for them
 CHIPS: dict[str, Chip] = {
     "a100": Chip("a100", 80, 2.039, 312, "NVIDIA A100-SXM4-80GB", _NVIDIA),
     "h100": Chip("h100", 80, 3.35, 989, "NVIDIA H100 80GB HBM3", _NVIDIA),
     "h200": Chip("h200", 141, 4.8, 989, "NVIDIA H200", _NVIDIA),
     "b200": Chip("b200", 180, 8.0, 2250, "NVIDIA B200", _NVIDIA),
-    "l40s": Chip("l40s", 48, 0.864, 362, "NVIDIA L40S", _NVIDIA),
-    "rtx-4090": Chip("rtx-4090", 24, 1.008, 165, "NVIDIA GeForce RTX 4090", _NVIDIA),
+    "l40s": Chip("l40s", 48, 0.864, 362, "NVIDIA L40S", _NVIDIA, _PCIE),
+    "rtx-4090": Chip("rtx-4090", 24, 1.008, 165, "NVIDIA GeForce RTX 4090", _NVIDIA, _PCIE_WITHOUT_PEERS),
 }
