@@ -164,6 +164,7 @@ def test_advice() -> None:
     assert "on a single GPU" in alone["headline"] and "side by side" in alone["reasons"][0]
     nothing = advised(changed(size="llama-3-8b", tp=1, chip="h100"))  # whose engine has one lane
     assert nothing["verdict"] == "nothing" and "Ladder gives you nothing here" in nothing["headline"]
+    assert "--engine ladder" in nothing["reasons"][0]
     slow = advised(changed(size="llama-3-8b", link="60s,1GB/s"))
     assert slow["verdict"] == "nothing" and TOO_SLOW in slow["reasons"]
     assert any(words.startswith("parallel would be 1.9") for words in slow["reasons"])  # half as many all-reduces

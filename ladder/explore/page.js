@@ -120,7 +120,7 @@ const COLUMNS = [
 ];
 function showAnswer() {
   const { answer } = shown, refused = answer.refused !== undefined;
-  const { verdict, headline, reasons } = refused ? { verdict: "refused", headline: "This cannot be.", reasons: [answer.refused] } : answer.advice;
+  const { verdict, headline, reasons } = refused ? { verdict: "refused", headline: "This setting is not possible.", reasons: [answer.refused] } : answer.advice;
   byId("advice").dataset.verdict = verdict;
   byId("headline").textContent = headline;
   byId("reasons").replaceChildren();
