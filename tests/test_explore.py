@@ -86,11 +86,14 @@ def test_standard_waits_for_every_all_reduce_and_one_gpu_for_none() -> None:
 def test_options() -> None:
     offer = ExploreOptions(tp=("2,4",), link=("50us,10GB/s,nvlink_nccl", "pcie_shm_tp2"), weights=("fp8",)).offer()
     assert offer.tp == (2, 4) and offer.link == ("50us,10GB/s", "nvlink_nccl", "pcie_shm_tp2")
-    assert offer.links(2) == offer.link and offer.links(4) == offer.link[:2]  # a link named for 2 joins no other number
+    assert offer.links("h200", 2) == offer.link
+    assert offer.links("h200", 4) == offer.link[:2]  # a link named for 2 joins no other number
+    assert offer.links("rtx-4090", 2) == ("50us,10GB/s", "pcie_shm_tp2")  # which has no NVLink
+    assert OFFER.with_(link=("nvlink_nccl",)).links("rtx-4090", 2) == ("nvlink_nccl",)  # but was asked for
     assert offer.first() == Choice("llama-3-70b", "h200", 2, "50us,10GB/s", 1, 1024, "fp8", 512)
     assert ExploreOptions(chip=("141GB,4.8TB/s,989TFLOP/s",)).offer().chip == ("141GB,4.8TB/s,989TFLOP/s",)
     every = ExploreOptions().offer()
-    assert "nvlink_nccl" not in every.links(16) and "ib_2node_nccl" in every.links(16)
+    assert "nvlink_nccl" not in every.links("h200", 16) and "ib_2node_nccl" in every.links("h200", 16)
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
@@ -161,6 +164,7 @@ def test_advice() -> None:
     assert "on a single GPU" in alone["headline"] and "side by side" in alone["reasons"][0]
     nothing = advised(changed(size="llama-3-8b", tp=1, chip="h100"))  # whose engine has one lane
     assert nothing["verdict"] == "nothing" and "Ladder gives you nothing here" in nothing["headline"]
+    assert "--engine ladder" in nothing["reasons"][0]
     slow = advised(changed(size="llama-3-8b", link="60s,1GB/s"))
     assert slow["verdict"] == "nothing" and TOO_SLOW in slow["reasons"]
     assert any(words.startswith("parallel would be 1.9") for words in slow["reasons"])  # half as many all-reduces

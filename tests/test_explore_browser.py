@@ -118,7 +118,7 @@ def test_twenty_settings_are_those_of_plan(opened: Any, run: Callable[..., tuple
         status, out, err = run("plan", *flags, "--json")
         if status:
             refused += 1
-            assert opened.locator("#headline").inner_text() == "This cannot be."
+            assert opened.locator("#headline").inner_text() == "This setting is not possible."
             assert opened.locator("#reasons").inner_text().strip() == err.removeprefix("ladder: ").strip()
             continue
         rows = {row["wiring"]: {key: row[key] for key in KEYS} for row in json.loads(out)}
@@ -137,7 +137,7 @@ def test_every_control(opened: Any) -> None:
             choose(opened, name, value)
             assert opened.locator(f"select[name={name}]").input_value() == value
             assert f"{name}={value}" in opened.url
-            refused = opened.locator("#headline").inner_text() == "This cannot be."
+            refused = opened.locator("#headline").inner_text() == "This setting is not possible."
             assert opened.locator("#layer").is_visible() != refused
             if not refused:
                 assert opened.locator("#layer .plot .mark").count() > 16
@@ -167,6 +167,9 @@ def test_the_link_follows_the_gpus(opened: Any) -> None:
     choose(opened, "size", "llama-3-8b")
     choose(opened, "tp", "2")
     assert opened.locator("select[name=link]").input_value() == "pcie_shm_tp2"  # the same kind
+    choose(opened, "link", "nvlink_oneshot")
+    choose(opened, "chip", "rtx-4090")
+    assert opened.locator("select[name=link]").input_value() == "pcie_shm_tp2"  # which has no NVLink
 
 
 def test_an_address_opens_its_setting(browser: Any, address: str) -> None:

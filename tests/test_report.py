@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ladder.charts import library
 from ladder.charts.library import program
 from ladder.charts.looks import LOOKS, looks
 from ladder.comm.link import LINKS, Link
@@ -299,3 +300,79 @@ def test_looks_are_the_same_everywhere() -> None:
 def test_no_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+# --- what else is drawn ---------------------------------------------------------------------------------------------
+
+
+def one_rank(wiring: str, ms: float, link: str | None = None, **more: Any) -> dict[str, Any]:
+    """A line of `ladder.bench.one_rank`."""
+    line = {"measure": "decode", "mode": "one-rank", "size": "llama-3-70b", "tp": 8, "batch": 1, "context": 1024}
+    line |= {"layers": 80, "of_layers": 80, "wiring": wiring, "link_name": link, "link": "emulated" if link else "none"}
+    return {**line, "ms": ms, "ms_q1": ms - 0.1, "ms_q3": ms + 0.1, "chip": "NVIDIA H200", "commit": "abc", **more}
+
+
+def test_one_rank_lines_are_drawn(tmp_path: Path) -> None:
+    lines = [one_rank("standard", 8.0, "nvlink_nccl"), one_rank("ladder", 5.0, "nvlink_nccl")]
+    launched = [one_rank("ladder", ms, "nvlink_nccl", lanes=2, programmatic_launch=early) for ms, early in
+                ((4.0, True), (6.0, False))]  # fmt: skip
+    lines += [*launched, one_rank("none", 4.5), one_rank("ladder", 1.0, "nvlink_nccl", concurrent_all_reduces=4)]
+    found = load([write(tmp_path / "rows.jsonl", [*lines, {"measure": "parts", "tp": 8}])])
+    assert [(row.arm, row.tpot_ms_p50) for row in found.rows] == [
+        ("standard", 8.0), ("ladder", 5.0), ("ladder, two lanes", 4.0), ("none", 4.5),
+    ]  # fmt: skip
+    assert found.not_drawn == ["rows.jsonl: not drawn are 1 line of 'decode', 1 line of 'parts'."]
+    panel = next(panel for panel in throughput(found.rows) if panel.keys["link"].startswith("nvlink_nccl"))
+    speedups = {mark.arm: mark.y for mark in panel.marks[SPEEDUP]}
+    assert speedups == {"standard": 1, "ladder": 1.6, "ladder, two lanes": 2, "none": pytest.approx(8 / 4.5)}
+    both = looks(row.arm for row in found.rows)
+    assert both["ladder, two lanes"].colour == both["ladder"].colour and both["ladder, two lanes"] != both["ladder"]
+
+
+def test_logs_of_trainings_are_drawn(tmp_path: Path) -> None:
+    logs = []
+    for name, end in (("first", 2.0), ("second", 1.5)):
+        (tmp_path / name).mkdir()
+        lines = [{"step": n, "tokens": 100 * n, "loss": end + 1 / n, "tokens_per_s": 50.0} for n in (1, 2, 3)]
+        logs.append(write(tmp_path / name / "log.jsonl", [*lines, {"step": 3, "tokens": 300, "eval_loss": end}]))
+    page, *pictures = report(logs, tmp_path / "out")
+    (panel,) = data(page)["figures"]["training"]
+    assert panel["arms"] == ["first", "second"] and panel["keys"] == {"against": "tokens"}
+    assert list(panel["charts"]) == ["loss", "validation loss", "tokens/s"]
+    losses = [line["y"] for line in panel["charts"]["loss"]["datasets"]["lines"] if line["arm"] == "second"]
+    assert losses == [2.5, 2.0, pytest.approx(1.5 + 1 / 3)]
+    assert [one["y"] for one in panel["charts"]["validation loss"]["datasets"]["points"]] == [2.0, 1.5]
+    assert [picture.name for picture in pictures] == ["training-tokens.png"]
+    with pytest.raises(LadderError, match="line 1: loss must be a number"):
+        report([write(tmp_path / "bad.jsonl", [{"step": 1, "loss": "much"}])], tmp_path / "out")
+
+
+def test_the_headline_names_the_bound(tmp_path: Path) -> None:
+    lines = [row("standard", 1, 10.0), row("ladder", 1, 8.0), row("none", 1, 4.0)]
+    (_, sentence) = data(report([write(tmp_path / "rows.jsonl", lines)], tmp_path / "out")[0])["summary"]
+    assert sentence.startswith("Ladder gives 1.25") and "without communication standard would give 2.50" in sentence
+
+
+def test_a_newcomers_own_bench(tmp_path: Path) -> None:
+    """One link, a CPU: a latency chart of bars instead of one column, no published figures, no GPU."""
+    few = {"size": "quick", "tp": 2, "chip": "Some CPU", "mode": "ranks", "layers": 8, "of_layers": 8}
+    lines = [row(arm, batch, ms * batch, **few) for arm, ms in (("standard", 9.0), ("ladder", 6.0)) for batch in (1, 2)]
+    page = report([write(tmp_path / "rows.jsonl", lines)], tmp_path / "out")[0]
+    read = data(page)
+    (latency_panel, _) = read["figures"]["latency"]
+    marks = [layer["mark"]["type"] for layer in latency_panel["charts"][""]["layer"]]
+    assert "bar" in marks and "line" not in marks
+    assert read["published"]["rows"] == []
+    assert "GPU" not in json.dumps({key: read[key] for key in ("figures", "rows", "summary")})
+
+
+def test_without_the_library_the_page_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    program.cache_clear()
+    written = report([write(tmp_path / "rows.jsonl", sample())], tmp_path / "out")
+    program.cache_clear()
+    assert [path.name for path in written] == ["report.html"] and len(data(written[0])["rows"]["cells"]) == len(
+        sample()
+    )
+    assert "pip install 'ladder-residual[plot]'" in caplog.text and written[0].stat().st_size < 300_000

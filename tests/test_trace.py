@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ladder.bench.trace import lanes as lanes_module
+from ladder.bench.trace import trace as trace_module
 from ladder.bench.trace.lanes import Span, Step, first_layers, timeline
 from ladder.bench.trace.step_trace import draw_first, kernels_of, step_of
+from ladder.bench.trace.trace import TraceSetting
+from ladder.charts import library
 from ladder.charts.library import picture
+from ladder.checkpoint import Random
 from ladder.cli import main
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
@@ -188,6 +193,18 @@ def test_a_picture_of_all_layers_has_the_figures_of_the_step(tmp_path: Path) -> 
     assert name == "all 2"
 
 
+def test_a_trace_without_the_library_has_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Step("ladder", 0, [Span("attention 0", 0, 1), Span("MLP 0", 1, 2)], [Span("all-reduce 0", 0, 0)], [])
+    steps = json.dumps(asdict(step))
+    monkeypatch.setattr(trace_module, "run_ranks", lambda *_: (tmp_path / "steps.rank0.jsonl").write_text(steps))
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    setting = TraceSetting(ModelConfig.named("tiny"), Random(), ("ladder",), None, torch.device("cpu"), 1, 8, tmp_path)
+    assert trace_module.trace(setting, 2) == [step]
+    assert "pip install 'ladder-residual[plot]'" in caplog.text and not (tmp_path / "lanes.png").exists()
+
+
 def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """A link far slower than the sub-blocks: the standard wiring waits for most of it."""
     flags = ["--size", "tiny", "--tp", 2, "--emulate-link", "20ms,10GB/s", "--batch", 2, "--context", 16, "--json"]
@@ -200,6 +217,9 @@ def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None
     assert 8 * 20 <= ladder["comm_ms"] <= ladder["step_ms"] and ladder["exposed_ms"] <= ladder["step_ms"]
     assert none["exposed_ms"] == none["comm_ms"] == 0
     assert (tmp_path / "lanes.png").read_bytes().startswith(SIGNATURE)
+    about = json.loads((tmp_path / "steps.rank1.jsonl").read_text().splitlines()[0])
+    assert about["mode"] == "ranks" and about["link_kind"] == "emulated" and about["link"] == "20000us,10GB/s"
+    assert about["chip"] and "commit" in about and about["time"].endswith("Z")
     for wiring in ("standard", "ladder", "none"):
         for rank in (0, 1):
             trace = json.loads((tmp_path / f"{wiring}.rank{rank}.trace.json").read_text())

@@ -55,8 +55,9 @@ def _on_one_gpu(ladder: Row, verdict: str) -> str:
         return (
             "There is no network to hide, and computing attention beside the MLP gains next to nothing in this setting."
         )
-    engine = f"the engine of this prediction ({ladder['engine']})"
-    return f"There is no network to hide, and {engine} computes one sub-block after the other here."
+    engine = f"the engine of this prediction ({ladder['engine']}) computes one sub-block after the other here"
+    own = "; this repository's may compute them side by side: see `ladder plan --engine ladder`"
+    return f"There is no network to hide, and {engine}{'' if ladder['engine'] == 'ladder' else own}."
 
 
 def _between(standard: Row, ladder: Row) -> str:

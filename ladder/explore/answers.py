@@ -69,7 +69,7 @@ class Answers:
         for wiring in FRONTIER:
             rows = []
             for tp in sorted(self._offer.tp):
-                link = _alike(self._offer, choice.link, tp)
+                link = _alike(self._offer, choice, tp)
                 if link is not None:
                     each = replace(choice, tp=tp, link=link)
                     rows += self._rows(replace(each, batch=batch).deployment(wiring) for batch in self._offer.batch)
@@ -102,12 +102,12 @@ def _short(value: float) -> float:
     return round(value, 2)
 
 
-def _alike(offer: Offer, link: str, tp: int) -> str | None:
+def _alike(offer: Offer, choice: Choice, tp: int) -> str | None:
     """The link of the same kind that joins so many GPUs, if there is one."""
-    if tp == 1:
-        return link
-    stem = link.split("_tp")[0]
-    return next((name for name in offer.links(tp) if name.split("_tp")[0] == stem), None)
+    if tp in (1, choice.tp):
+        return choice.link
+    stem = choice.link.split("_tp")[0]
+    return next((name for name in offer.links(choice.chip, tp) if name.split("_tp")[0] == stem), None)
 
 
 def _point(row: dict[str, Any]) -> dict[str, Any]:

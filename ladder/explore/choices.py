@@ -21,6 +21,7 @@ SIZES = (
 )
 WEIGHTS = ("bf16", "fp8", "int8", "int4")
 ONE_MACHINE = 8  # GPUs
+NVLINK = "nvlink"  # how the names of its links begin
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Offer:
     @classmethod
     def of_a_file(cls) -> "Offer":
         links = ("nvlink_nccl", "nvlink_oneshot", "pcie_p2p_nccl", "pcie_shm_tp2", "pcie_shm_tp4", "pcie_shm_tp8")
-        return cls(SIZES[:2], ("h200", "h100"), (8, 1, 2, 4), links, (1, 4, 16, 64), (1024,), ("bf16", "fp8"), 512)
+        return cls(SIZES[:2], ("h200", "h100"), (8, 1, 2, 4), links, (1, 16, 64), (1024,), ("bf16", "fp8"), 512)
 
     def with_(self, **given: Any) -> "Offer":
         """With other values, each checked."""
@@ -115,26 +116,35 @@ class Offer:
             replace(new.first(), tp=tp, batch=batch, prompt=prompt).deployment(WIRINGS[0])
         return new
 
-    def links(self, tp: int) -> tuple[str, ...]:
-        """Those that join so many GPUs: one that is named for a number joins no other, and 16 are two machines."""
+    def links(self, chip: str, tp: int) -> tuple[str, ...]:
+        """Those that join so many GPUs of the chip: one that is named for a number joins no other, 16 are two machines,
+        and NVLink is for chips that have it.
+        """
         fits = [name for name in self.link if named_for(name) in (None, tp)]
-        return tuple(name for name in fits if tp <= ONE_MACHINE or across(name) or name not in LINKS)
+        fits = [name for name in fits if tp <= ONE_MACHINE or across(name) or name not in LINKS]
+        own = Chip.parse(chip).links
+        has = any(name.startswith(NVLINK) for name in own)
+        joined = [name for name in fits if has or not name.startswith(NVLINK)]
+        return tuple(joined or fits)  # what was asked for alone is shown all the same
 
     def first(self) -> Choice:
-        tp = self.tp[0]
-        link = (*self.links(tp), *self.link)[0]
-        return Choice(self.size[0], self.chip[0], tp, link, self.batch[0], self.prompt[0], self.weights[0], self.new)
+        chip, tp = self.chip[0], self.tp[0]
+        link = (*self.links(chip, tp), *self.link)[0]
+        return Choice(self.size[0], chip, tp, link, self.batch[0], self.prompt[0], self.weights[0], self.new)
 
     def choices(self) -> Iterator[Choice]:
         """All of them, those on one GPU with one link."""
         for size, chip, tp, prompt, weights in product(self.size, self.chip, self.tp, self.prompt, self.weights):
-            links = self.links(tp) if tp > 1 else (*self.links(tp), *self.link)[:1]
+            links = self.links(chip, tp) if tp > 1 else (*self.links(chip, tp), *self.link)[:1]
             for link, batch in product(links, self.batch):
                 yield Choice(size, chip, tp, link, batch, prompt, weights, self.new)
 
     def listed(self) -> dict[str, Any]:
         """For the page: values with what they are called there."""
-        links = {str(tp): [{"value": name, "name": link_title(name)} for name in self.links(tp)] for tp in self.tp}
+        titles = {name: {"value": name, "name": link_title(name)} for name in self.link}
+        links = {
+            chip: {str(tp): [titles[name] for name in self.links(chip, tp)] for tp in self.tp} for chip in self.chip
+        }
         return {
             "size": [{"value": name, "name": name} for name in self.size],
             "chip": [{"value": name, "name": _chip_title(name)} for name in self.chip],

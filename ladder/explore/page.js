@@ -56,8 +56,8 @@ function showChoices() {
 }
 // Links that join so many GPUs; on one GPU there is none. The same kind of link stays chosen.
 function showLinks() {
-  const entries = [...offer.links[choice.tp]], names = entries.map((e) => e.value), stem = (name) => name.split("_tp")[0];
-  const known = Object.values(offer.links).flat().some((e) => e.value === choice.link);
+  const entries = [...offer.links[choice.chip][choice.tp]], names = entries.map((e) => e.value), stem = (name) => name.split("_tp")[0];
+  const known = Object.values(offer.links).flatMap(Object.values).flat().some((e) => e.value === choice.link);
   const own = DATA.answers === undefined, isOwn = own && !known;
   if (!names.includes(choice.link) && !isOwn) choice.link = names.find((name) => stem(name) === stem(choice.link)) ?? names[0] ?? choice.link;
   if (own) entries.push({ value: OWN, name: "own: latency,bandwidth" });
@@ -73,9 +73,10 @@ function choose(name, value) {
     return;
   }
   choice[name] = value;
-  if (name === "tp" || name === "link") showLinks();
+  if (["chip", "tp", "link"].includes(name)) showLinks();
   history.replaceState(null, "", `#${new URLSearchParams(choice)}`);
   document.body.dataset.answered = document.body.dataset.shown = "";
+  turn++; // an answer to the former choice is no longer shown
   clearTimeout(due); // several changes at once, as by the arrow keys, are asked about once
   due = setTimeout(show, 80);
 }
@@ -119,7 +120,7 @@ const COLUMNS = [
 ];
 function showAnswer() {
   const { answer } = shown, refused = answer.refused !== undefined;
-  const { verdict, headline, reasons } = refused ? { verdict: "refused", headline: "This cannot be.", reasons: [answer.refused] } : answer.advice;
+  const { verdict, headline, reasons } = refused ? { verdict: "refused", headline: "This setting is not possible.", reasons: [answer.refused] } : answer.advice;
   byId("advice").dataset.verdict = verdict;
   byId("headline").textContent = headline;
   byId("reasons").replaceChildren();
