@@ -217,18 +217,6 @@ def test_a_wait_that_is_left_out_is_found(pattern: str, spare: int) -> None:
     assert len(missed) == spare
 
 
-def test_one_communication_stream_for_two_lanes_would_not_do() -> None:
-    """It would give memory again that the lane has not read yet that waits for it."""
-
-    class One(Streams):
-        def new(self) -> int:
-            return 3
-
-    lanes = WatchedStreams()
-    with pytest.raises(Race, match="gives memory again"), Detector(lanes):
-        wired(Parts(), "ladder", OnStreams(Coordinated(), streams=One(lanes)), lanes)  # type: ignore[arg-type]
-
-
 def test_layers_that_read_through_one_norm() -> None:
     """Attention and MLP of a parallel layer read the same: it is computed once."""
     own, (x, positions) = model(), inputs()
