@@ -350,7 +350,10 @@ def test_ranks_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve.check_machine(["-tp", "2"]) == []
     with pytest.raises(LadderError, match="4 ranks need 4 GPUs, this machine has 2"):
         serve.check_machine(["--tensor-parallel-size=2", "--pipeline-parallel-size", "2"])
+    with pytest.raises(LadderError, match="4 ranks need 4 GPUs"):
+        serve.check_machine(["-tp", "4", "--distributed-executor-backend", "mp"])
     assert serve.check_machine(["-tp", "8", "--nnodes", "4"]) == []
+    assert serve.check_machine(["-tp", "8", "--distributed-executor-backend=ray"]) == []
 
 
 def test_options_default_to_the_engine_s_own() -> None:

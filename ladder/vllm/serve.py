@@ -32,7 +32,6 @@ CARRIED = {
     "served_model_name": "--served-model-name",
 }
 _OWN = {"model", "directory", "wiring", "engine", "api_key", "api_key_file", "log_level"}
-_OTHER_NODES = ("--nnodes", "--distributed-executor-backend", "--data-parallel-address")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,8 @@ def check_machine(arguments: Sequence[str]) -> list[str]:
 
     ranks = _number(arguments, "--tensor-parallel-size", "-tp") * _number(arguments, "--pipeline-parallel-size", "-pp")
     if torch.cuda.is_available():
-        there, elsewhere = torch.cuda.device_count(), any(value_of(arguments, name) for name in _OTHER_NODES)
+        there, elsewhere = torch.cuda.device_count(), _number(arguments, "--nnodes", "-n") > 1
+        elsewhere |= value_of(arguments, "--distributed-executor-backend") == "ray"
         if ranks > there and not elsewhere:
             raise LadderError(
                 f"{ranks} ranks need {ranks} GPUs, this machine has {there}: use fewer, or give vLLM's --nnodes or "
