@@ -1,4 +1,4 @@
-"""Tensor-parallel language models that never wait for the network: Ladder Residual (arXiv 2501.06589)."""
+"""Transformers whose all-reduces run while the next sub-block computes: Ladder Residual (arXiv 2501.06589)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

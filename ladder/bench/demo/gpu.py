@@ -113,7 +113,7 @@ def _traced(options: DemoOptions, console: Console, trace: Callable[[list[str]],
     with TemporaryDirectory(prefix="ladder-demo-") as folder:
         try:
             trace([folder, LINK])
-        except (LadderError, RuntimeError) as error:  # no matplotlib, or a profiler that does not tell enough
+        except (LadderError, RuntimeError) as error:  # no library for charts, or a profiler that does not tell enough
             console.print(f"no timeline: {error}", markup=False, highlight=False, soft_wrap=True)
             return
         lines = (Path(folder) / "one_rank_steps.jsonl").read_text(encoding="utf-8").splitlines()

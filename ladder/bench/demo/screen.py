@@ -147,7 +147,7 @@ def _picture(found: Found, console: Console, out: Path) -> None:
     titles = [f"{HEADS[name]}: {found.steps[name].ms:.1f} ms" for name in SHOWN]
     try:
         draw([found.steps[name] for name in SHOWN], title, out, titles)
-    except LadderError as error:  # no matplotlib
+    except LadderError as error:  # no library for charts
         console.print(f"no picture file: {error}", markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(f"wrote {out}: the same as a picture", markup=False, highlight=False, soft_wrap=True)

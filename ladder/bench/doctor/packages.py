@@ -29,7 +29,8 @@ PACKAGES = (
     Package("peft", "peft", OURS.format("train"), "ladder adapt --method lora"),
     Package("pyarrow", "pyarrow", OURS.format("data"), "ladder data with Parquet files"),
     Package("lm_eval", "lm-eval", OURS.format("eval"), "tasks in ladder eval"),
-    Package("matplotlib", "matplotlib", OURS.format("plot"), "pictures"),
+    Package("vl_convert", "vl-convert-python", OURS.format("plot"), "charts of ladder report, explore and demo"),
+    Package("matplotlib", "matplotlib", OURS.format("plot"), "pictures of ladder scan"),
     Package("compressed_tensors", "compressed-tensors", OURS.format("quantized"), "quantized checkpoints"),
 )
 
