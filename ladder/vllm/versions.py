@@ -82,7 +82,7 @@ def default_modes(config: VllmConfig) -> None:
     staged = config.parallel_config.pipeline_parallel_size > 1 and current_platform.is_cpu()
     if compilation.mode is None and not staged:
         compilation.mode = CompilationMode.NONE
-    if compilation.cudagraph_mode is None and not is_breakable_cudagraph_enabled():
+    if compilation.cudagraph_mode is None and config.optimization_level > 0 and not is_breakable_cudagraph_enabled():
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 

@@ -89,12 +89,12 @@ class Engine:
         self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         self._count = 0
 
-    def generate(self, prompts: Sequence[list[int]], tokens: int = 16, **more: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[list[int]], tokens: int = 16, lora: Any = None) -> list[Answer]:
         """All prompts at once, greedily."""
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0, **more)
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
         first = self._count
         for prompt in prompts:
-            self.engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
+            self.engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params, lora_request=lora)
             self._count += 1
         done: dict[int, Answer] = {}
         while self.engine.has_unfinished_requests():
