@@ -60,7 +60,7 @@ def test_levels() -> None:
 def test_the_option_stands_before_or_behind_the_verb(
     before: list[str], after: list[str], model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ladder.engine.setup.cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("ladder.devices.cpu_multiplies_bfloat16", lambda: False)
     status, out, err = run(*before, "generate", "--model", model, "--token-ids=5", "--max-new-tokens=1", *after)
     assert status == 0 and out
     first, second = err.splitlines()
