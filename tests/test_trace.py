@@ -34,7 +34,8 @@ def test_account() -> None:
     """Of two sums after the embedding's, 10 ms each, one is waited for in full and one for 2 ms."""
     comm = [Span("all-reduce 0", 0, 5), Span("all-reduce 1", 6, 16), Span("all-reduce 2", 16, 26)]
     waits = [Span("all-reduce 0", 1, 5), Span("all-reduce 1", 6, 16), Span("all-reduce 2", 24, 26)]
-    account = Step("ladder", 1, [Span("attention 0", 5, 6)], comm, waits).account()
+    compute = [Span("attention 0", 5, 6), Span("MLP 0", 16, 24)]
+    account = Step("ladder", 1, compute, comm, waits).account()
     assert account == {
         **{"wiring": "ladder", "rank": 1, "all_reduces": 2, "step_ms": 26},
         **{"comm_ms": 20, "exposed_ms": 12, "hidden": pytest.approx(0.4)},
@@ -45,9 +46,17 @@ def test_account() -> None:
         Span("all-reduce 2", 8, 26),
         Span("all-reduce 3", 10, 36),
     ]
-    account = Step("ladder-2", 0, [Span("attention 0", 5, 6)], queue, [*waits, Span("all-reduce 3", 26, 36)]).account()
+    account = Step("ladder-2", 0, compute, queue, [*waits, Span("all-reduce 3", 26, 36)]).account()
     assert account["comm_ms"] == 30 and account["hidden"] == pytest.approx(1 - 22 / 30)  # one after the other
     assert Step("none", 0, [Span("MLP 0", 0, 1)], comm[:1], waits[:1]).account()["hidden"] is None
+
+
+def test_nothing_hides_where_nothing_computes() -> None:
+    """A process that was not running while an all-reduce was, has waited for it, though its own clock says 1 ms."""
+    comm = [Span("all-reduce 0", 0, 5), Span("all-reduce 1", 6, 16)]
+    waits = [Span("all-reduce 0", 1, 5), Span("all-reduce 1", 16, 17)]
+    step = Step("standard", 0, [Span("attention 0", 5, 6), Span("MLP 0", 17, 18)], comm, waits)
+    assert step.account()["hidden"] == 0 and step.account()["exposed_ms"] == 11
 
 
 def test_the_account_of_two_lanes() -> None:

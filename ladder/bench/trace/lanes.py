@@ -58,15 +58,18 @@ class Step:
 
     def account(self) -> dict[str, Any]:
         """The figures that are printed, without the embedding's all-reduce, which every wiring waits for. On two lanes
-        the wait of one is exposed while the other does not compute.
+        the wait of one is exposed while the other does not compute. An all-reduce beside which no sub-block computes is
+        exposed as a whole: where a CPU is busy with something else, nobody may seem to wait for it.
         """
         comm = _busy(self.comm[1:])
+        alone = [span for span in self.comm[1:] if not any(_meet(span, other) for other in self.compute)]
         if self.two_lanes:
-            exposed = _busy([*self.compute, *self.waits[1:]]) - _busy(self.compute)
+            exposed = _busy([*self.compute, *self.waits[1:], *alone]) - _busy(self.compute)
         else:
-            exposed = sum(span.end - span.begin for span in self.waits[1:])
+            exposed = _busy([*self.waits[1:], *alone])
         figures = {"all_reduces": len(self.comm) - 1, "step_ms": self.ms, "comm_ms": comm, "exposed_ms": exposed}
-        return {"wiring": self.wiring, "rank": self.rank, **figures, "hidden": 1 - exposed / comm if comm else None}
+        hidden = max(0.0, 1 - exposed / comm) if comm else None
+        return {"wiring": self.wiring, "rank": self.rank, **figures, "hidden": hidden}
 
     @property
     def title(self) -> str:
@@ -77,7 +80,7 @@ class Step:
         """The same, of a step that took so long with what comes after the layers."""
         figures = self.account()
         share = figures["hidden"]
-        hidden = "no all-reduces" if share is None else f"{max(0.0, share):.0%} of the communication hidden"
+        hidden = "no all-reduces" if share is None else f"{share:.0%} of the communication hidden"
         return f"{self.wiring}: {ms:.2f} ms, {figures['all_reduces']} all-reduces, {hidden}"
 
 
@@ -94,6 +97,10 @@ def first_layers(step: Step, count: int) -> Step:
 
 def _is_attention(span: Span) -> bool:
     return span.name.startswith("attention")
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return min(one.end, other.end) > max(one.begin, other.begin)
 
 
 def _busy(spans: Sequence[Span]) -> float:
