@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,7 +34,7 @@ from ladder.quantize.write import quantize
 
 PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3
 SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-SWITCHES |= {"VLLM_HOST_IP": "127.0.0.1"}
+SWITCHES |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # which would be compiled first
 SIZES: dict[str, Any] = {"hidden": 1024, "layers": 8, "heads": 8, "kv_heads": 2, "ffn": 2816, "vocab": 32000}
 TOKENS = 64  # that are compared
 Ids = list[list[int]]
@@ -148,7 +148,6 @@ def child_speed(arm: str, size: str, batches: Sequence[int]) -> None:
             with LLM(directory, wiring=native, device="cuda:0", max_num_seqs=max(batches), memory=40.0) as llm:
                 fill(llm._executor._runner._passes._model)  # type: ignore[attr-defined]
                 report({"ms": {batch: ms_per_token(llm, batch, "greedy") for batch in batches}})
-            return
         directory.mkdir()
         config = ModelConfig.named(size).rewired(options.pop("wiring", "standard"))
         (directory / "config.json").write_text(json.dumps(replace(config, dtype="bfloat16").to_hf()))
@@ -195,8 +194,10 @@ def child(*arguments: str, module: str = "experiments.vllm_gpu") -> dict[str, An
     return found
 
 
-def report(found: dict[str, Any]) -> None:
+def report(found: dict[str, Any]) -> NoReturn:
+    """The end of a child: an engine inside a process may take long to be taken apart."""
     print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 def say(line: dict[str, Any]) -> None:
