@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,7 +34,7 @@ from ladder.quantize.write import quantize
 
 PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3
 SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-SWITCHES |= {"VLLM_HOST_IP": "127.0.0.1"}
+SWITCHES |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # which would be compiled first
 SIZES: dict[str, Any] = {"hidden": 1024, "layers": 8, "heads": 8, "kv_heads": 2, "ffn": 2816, "vocab": 32000}
 TOKENS = 64  # that are compared
 Ids = list[list[int]]
@@ -106,11 +106,11 @@ def agreement(directory: Path, prompts: Ids, answers: Ids) -> dict[str, float]:
     return {"agreement": round(same / sum(map(len, answers)), 4), "worst_gap_nats": round(worst, 4)}
 
 
-def child_tokens(directory: str, dtype: str) -> None:
+def child_tokens(directory: str, dtype: str) -> dict[str, Any]:
     backend = {"attention_config": {"backend": "TRITON_ATTN"}} if dtype == "float32" else {}
     llm = vllm(Path(directory), dtype=dtype, max_num_seqs=32, **backend)
     answers = continued(llm, prompts_of(ModelConfig.from_directory(Path(directory)).vocab), TOKENS)
-    report({"answers": answers, **graphs(llm)})
+    return {"answers": answers, **graphs(llm)}
 
 
 def tokens() -> None:
@@ -139,7 +139,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def child_speed(arm: str, size: str, batches: Sequence[int]) -> None:
+def child_speed(arm: str, size: str, batches: Sequence[int]) -> dict[str, Any]:
     options = dict(ARMS[arm])
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
@@ -147,13 +147,12 @@ def child_speed(arm: str, size: str, batches: Sequence[int]) -> None:
             sparse_checkpoint(size, directory)
             with LLM(directory, wiring=native, device="cuda:0", max_num_seqs=max(batches), memory=40.0) as llm:
                 fill(llm._executor._runner._passes._model)  # type: ignore[attr-defined]
-                report({"ms": {batch: ms_per_token(llm, batch, "greedy") for batch in batches}})
-            return
+                return {"ms": {batch: ms_per_token(llm, batch, "greedy") for batch in batches}}
         directory.mkdir()
         config = ModelConfig.named(size).rewired(options.pop("wiring", "standard"))
         (directory / "config.json").write_text(json.dumps(replace(config, dtype="bfloat16").to_hf()))
         llm = vllm(directory, load_format="dummy", max_num_seqs=max(batches), **options)
-        report({"ms": {batch: vllm_ms_per_token(llm, batch) for batch in batches}, **graphs(llm)})
+        return {"ms": {batch: vllm_ms_per_token(llm, batch) for batch in batches}, **graphs(llm)}
 
 
 def speed(size: str, batches: Sequence[int]) -> None:
@@ -195,8 +194,10 @@ def child(*arguments: str, module: str = "experiments.vllm_gpu") -> dict[str, An
     return found
 
 
-def report(found: dict[str, Any]) -> None:
+def report(found: dict[str, Any]) -> NoReturn:
+    """The end of a child: an engine inside a process may take long to be taken apart."""
     print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 def say(line: dict[str, Any]) -> None:
@@ -206,9 +207,8 @@ def say(line: dict[str, Any]) -> None:
 def main(given: Sequence[str]) -> None:
     if given[:1] == ["--child"]:
         if given[1] == "tokens":
-            child_tokens(*given[2:])
-        else:
-            child_speed(given[2], given[3], [int(batch) for batch in given[4:]])
+            report(child_tokens(*given[2:]))
+        report(child_speed(given[2], given[3], [int(batch) for batch in given[4:]]))
     elif given[:1] == ["tokens"]:
         tokens()
     elif given[:1] == ["speed"]:

@@ -161,7 +161,6 @@ def main() -> None:
         size, wiring, link, trace, *batches = sys.argv[2:]
         own = None if link == "none" else link
         report(measured(size, wiring, own, [int(each) for each in batches], Path(trace) if trace else None))
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--size", default="llama-3-70b")
     parser.add_argument("--batch", type=int, action="append")
