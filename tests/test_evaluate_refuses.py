@@ -123,6 +123,6 @@ def test_without_lm_eval(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_a_reason_is_no_half_sentence() -> None:
     assert (
         reason(ValueError("no tokenizer from one of:\n  (1) a file\n  (2) a list"))
-        == "no tokenizer from one of: (1) a file"
+        == "no tokenizer from one of: (1) a file (2) a list"
     )
     assert (reason(ValueError("first\nsecond")), reason(ValueError())) == ("first", "ValueError")
