@@ -2,7 +2,6 @@
 rows in ladder/hf/layouts/.
 """
 
-from operator import attrgetter
 from typing import Any
 
 from ladder.config.lock import born_parallel
@@ -18,6 +17,10 @@ def is_parallel(config: Any) -> bool:
 
 def _falcon_dropout(config: Any) -> float:
     return float(config.hidden_dropout if is_parallel(config) else config.attention_dropout)
+
+
+def _falcon_mlp_dropout(config: Any) -> float:
+    return float(config.hidden_dropout)
 
 
 def known_families() -> list[str]:
@@ -135,7 +138,7 @@ LAYOUTS: dict[str, LayerLayout] = {
         Branch(
             "mlp",
             before=("ln_mlp", "post_attention_layernorm", "input_layernorm"),
-            dropout=attrgetter("hidden_dropout"),
+            dropout=_falcon_mlp_dropout,
             out="dense_4h_to_h",
             divided=False,
             reads=_WIDENED,
