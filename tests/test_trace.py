@@ -55,8 +55,9 @@ def test_nothing_hides_where_nothing_computes() -> None:
     """A process that was not running while an all-reduce was, has waited for it, though its own clock says 1 ms."""
     comm = [Span("all-reduce 0", 0, 5), Span("all-reduce 1", 6, 16)]
     waits = [Span("all-reduce 0", 1, 5), Span("all-reduce 1", 16, 17)]
-    step = Step("standard", 0, [Span("attention 0", 5, 6), Span("MLP 0", 17, 18)], comm, waits)
-    assert step.account()["hidden"] == 0 and step.account()["exposed_ms"] == 11
+    for end in (6, 7):  # the sub-block returns when its all-reduce begins, or later
+        step = Step("standard", 0, [Span("attention 0", 5, end), Span("MLP 0", 17, 18)], comm, waits)
+        assert step.account()["hidden"] == 0 and step.account()["exposed_ms"] == 11
 
 
 def test_the_account_of_two_lanes() -> None:

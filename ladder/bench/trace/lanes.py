@@ -62,8 +62,9 @@ class Step:
         exposed as a whole: where a CPU is busy with something else, nobody may seem to wait for it.
         """
         comm = _busy(self.comm[1:])
-        alone = [span for span in self.comm[1:] if not any(_meet(span, other) for other in self.compute)]
-        if self.two_lanes:
+        two = self.two_lanes
+        alone = [span for span in self.comm[1:] if not any(_hides(other, span, two) for other in self.compute)]
+        if two:
             exposed = _busy([*self.compute, *self.waits[1:], *alone]) - _busy(self.compute)
         else:
             exposed = _busy([*self.waits[1:], *alone])
@@ -99,8 +100,11 @@ def _is_attention(span: Span) -> bool:
     return span.name.startswith("attention")
 
 
-def _meet(one: Span, other: Span) -> bool:
-    return min(one.end, other.end) > max(one.begin, other.begin)
+def _hides(compute: Span, comm: Span, two_lanes: bool) -> bool:
+    """Whether a sub-block computes beside an all-reduce. On one lane what began before it is its own sub-block, which
+    may not have returned yet when the all-reduce is under way.
+    """
+    return min(compute.end, comm.end) > max(compute.begin, comm.begin) and (two_lanes or compute.begin >= comm.begin)
 
 
 def _busy(spans: Sequence[Span]) -> float:
