@@ -62,9 +62,8 @@ class Step:
         exposed as a whole: where a CPU is busy with something else, nobody may seem to wait for it.
         """
         comm = _busy(self.comm[1:])
-        two = self.two_lanes
-        alone = [span for span in self.comm[1:] if not any(_hides(other, span, two) for other in self.compute)]
-        if two:
+        alone = [span for span in self.comm[1:] if _alone(span, self.compute)]
+        if self.two_lanes:
             exposed = _busy([*self.compute, *self.waits[1:], *alone]) - _busy(self.compute)
         else:
             exposed = _busy([*self.waits[1:], *alone])
@@ -100,11 +99,13 @@ def _is_attention(span: Span) -> bool:
     return span.name.startswith("attention")
 
 
-def _hides(compute: Span, comm: Span, two_lanes: bool) -> bool:
-    """Whether a sub-block computes beside an all-reduce. On one lane what began before it is its own sub-block, which
-    may not have returned yet when the all-reduce is under way.
+def _alone(comm: Span, compute: Sequence[Span]) -> bool:
+    """Whether no sub-block computes beside an all-reduce, other than its own, which may return a moment after that
+    has begun: the one that ends nearest to its begin.
     """
-    return min(compute.end, comm.end) > max(compute.begin, comm.begin) and (two_lanes or compute.begin >= comm.begin)
+    begun = [span for span in compute if span.begin <= comm.begin]
+    own = min(begun, key=lambda span: abs(span.end - comm.begin), default=None)
+    return not any(min(span.end, comm.end) > max(span.begin, comm.begin) for span in compute if span is not own)
 
 
 def _busy(spans: Sequence[Span]) -> float:
