@@ -103,7 +103,7 @@ def _alone(comm: Span, compute: Sequence[Span]) -> bool:
     """Whether no sub-block computes beside an all-reduce, other than its own, which may return a moment after that
     has begun: the one that ends nearest to its begin.
     """
-    begun = [span for span in compute if span.begin <= comm.begin]
+    begun = [span for span in compute if span.begin < comm.begin]
     own = min(begun, key=lambda span: abs(span.end - comm.begin), default=None)
     return not any(min(span.end, comm.end) > max(span.begin, comm.begin) for span in compute if span is not own)
 
