@@ -151,6 +151,10 @@ def test_no_model_of_no_numbers(model: Path, data: Path, tmp_path: Path) -> None
     found = weights(path)
     found["model.norm.weight"][0] = float("nan")
     save_file(found, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LadderError, match=r"'model\.norm\.weight' holds values that are not finite"):
+        adapt(AdaptOptions(str(path), tmp_path / "out"), adapting(data, 12), silent)
+    found["model.norm.weight"][0] = 3e38  # finite, but no logit is
+    save_file(found, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(LadderError, match="the loss is nan at step 2: there is no model; try a smaller --lr"):
         adapt(AdaptOptions(str(path), tmp_path / "out"), adapting(data, 12), silent)
     assert not (tmp_path / "out/config.json").exists()

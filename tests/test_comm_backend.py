@@ -62,7 +62,7 @@ def test_nccl_is_refused_where_a_gpu_is_shared(monkeypatch: pytest.MonkeyPatch, 
         group_backend("nccl", own_gpu=False)
     monkeypatch.setattr(start, "MultiProcessExecutor", never)
     setup: Any = SimpleNamespace(
-        options=EngineOptions(tmp_path, tp=2, comm_backend="nccl"), device=torch.device("cuda:0")
+        options=EngineOptions(tmp_path, tp=2, comm_backend="nccl"), device=torch.device("cuda:0"), rewired_remark=None
     )
     with pytest.raises(LadderError, match="comm_backend 'nccl' needs a GPU for every rank"):
         start.start(setup)

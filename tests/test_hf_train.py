@@ -285,4 +285,4 @@ def test_other_heads(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / auto.__name__)
         loaded = auto.from_pretrained(tmp_path / auto.__name__, attn_implementation="eager")
         assert torch.equal(loaded(tokens())[0], model(tokens())[0]) and loaded.config.wiring == "ladder"
-    assert ladder.hf.__all__ == ["rewire", "set_staleness"]
+    assert ladder.hf.__all__ == ["rewire", "set_staleness", "share_norm"]

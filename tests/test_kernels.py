@@ -366,14 +366,13 @@ from ladder.kernels.gemv import _gemv
 from ladder.kernels.quantized.integers import integer_gemv
 
 def groups(plus, kind):
-    bits = {"bf16": 16, "i32": 4}.get(kind, 8)
     kernel = integer_gemv if kind == "i32" else _gemv
-    fixed = {"K": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0, "BITS": bits}
+    fixed = {"K": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0}
     fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
     if kernel is _gemv:
-        fixed |= {"BK": 1024, "CHUNK": 16, "SHARE": 8}
+        fixed |= {"BK": 1024, "STORED": 0 if kind == "bf16" else 128}
     else:
-        fixed |= {"WIDTH": 128, "CHUNKS": 32, "SHARE": 4, "STEP": 4, "DIGITS": 2}
+        fixed |= {"BITS": 4, "WIDTH": 128, "CHUNKS": 32, "SHARE": 4, "STEP": 4, "DIGITS": 2}
         fixed |= {"ZEROS": False, "RUN": 16, "ASM": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
     kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32", "weight": "*" + kind}

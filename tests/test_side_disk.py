@@ -134,7 +134,7 @@ def test_eval_takes_it_for_a_model(
     other = tiny.model(tmp_path / "other", data, rms_norm_eps=1e-3)
     for flags, match in (
         ((moved, out, "--backbone", other), f"was trained beside '{origin}' (llama wired 'ladder'); the config of"),
-        ((moved, "--source", out), "is a side network: name the model it stands beside"),
+        ((moved, "--source", out), "is a side network, which runs beside its model"),
     ):
         status, printed, err = run("eval", *flags, "--text", text)
         assert (status, printed) == (2, "") and match in err.splitlines()[-1]

@@ -200,8 +200,9 @@ def test_a_rank_is_killed_and_nobody_ends_the_other(model: Path, rank: int, tmp_
     finally:
         for process in ranks:
             process.kill()
-    said = (tmp_path / f"{1 - rank}.err").read_text()
-    assert said.startswith(f"ladder: rank {1 - rank} lost the others: ") and said.count("\n") == 1, said
+    said = (tmp_path / f"{1 - rank}.err").read_text().splitlines()
+    said = [line for line in said if not line.startswith("ladder: warning: the weights of")]  # run as another wiring
+    assert len(said) == 1 and said[0].startswith(f"ladder: rank {1 - rank} lost the others: "), said
 
 
 def test_a_second_world_at_the_same_port(model: Path, answers: list[dict[str, object]]) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import typer
@@ -25,7 +26,7 @@ class Served:
 
 def _for_vllm(arguments: Sequence[str]) -> bool:
     """Whether options that we do not know are vLLM's."""
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    pairs = pairwise([*arguments, ""])
     return any(one == "--engine=vllm" or (one, two) == ("--engine", "vllm") for one, two in pairs)
 
 

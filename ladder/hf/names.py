@@ -125,7 +125,9 @@ def register_adapters() -> None:
     def save_pretrained(outer: Any, *arguments: Any, **options: Any) -> Any:
         name = getattr(outer.get_base_model(), "name_or_path", None)
         if str(name).endswith(IN_MEMORY):
-            mark_adapters(outer, str(name))
+            for adapter in outer.peft_config.values():
+                if adapter.base_model_name_or_path != "":  # which says: beside a checkpoint, in its own folder
+                    adapter.base_model_name_or_path = str(name)
         return save(outer, *arguments, **options)
 
     BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign, assignment]
