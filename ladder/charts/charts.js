@@ -105,7 +105,7 @@ addEventListener("keydown", (event) => {
 // What takes time in a step.
 function kindsLegend(legend) {
   legend.replaceChildren();
-  for (const [name, colour] of [...Object.entries(DATA.kinds), ["waiting for an all-reduce", ""]]) {
+  for (const [name, colour] of [...Object.entries(DATA.kinds), ["waiting", ""]]) {
     const entry = html("span", { class: "kind" }, legend);
     const box = html("i", { class: colour ? "" : "wait" }, entry);
     if (colour) box.style.background = colour;

@@ -154,7 +154,14 @@ def _shown(value: Any) -> str:
 
 
 LISTED = ("sizes", "chips", "links", "wirings", "weights")
-_LAYERS = 8  # of the model whose all-reduces are counted
+_LAYERS = 60  # of the model whose all-reduces are counted: whole cycles of all rows
+_UNITS = {
+    "tb_s": "TB/s",
+    "tflop_s": "TFLOP/s",
+    "gb_s": "GB/s",
+    "memory_gb": "GB",
+    "all_reduces_per_layer": "all-reduces a layer",
+}
 
 
 def named(what: str) -> list[Row]:
@@ -198,7 +205,11 @@ def named(what: str) -> list[Row]:
 
 def _wiring(name: str) -> Row:
     """A row of the table, by its two facts in each of its sub-blocks."""
-    attention, mlp = (f"lag {block.lag}, {block.out}" for block in Wiring((name,) * _LAYERS).sub_blocks()[0])
+    found = set(Wiring((name,) * _LAYERS).sub_blocks()[:-1])  # the last layer may end in its own way
+    if len(found) == 1:
+        attention, mlp = (f"lag {block.lag}, {block.out}" for block in found.pop())
+    else:
+        attention = mlp = "not the same in all layers"
     each = Wiring((name,) * _LAYERS).all_reduces() / _LAYERS
     return {"name": name, "attention": attention, "mlp": mlp, "all_reduces_per_layer": round(each, 2)}
 
@@ -208,7 +219,7 @@ def print_named(what: str, rows: Sequence[Row], console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=what, title_justify="left")
     for number, key in enumerate(rows[0]):
         text = isinstance(rows[0][key], str)
-        head = key.replace("_", " ").removesuffix(" per layer") + (" a layer" if key.endswith("_per_layer") else "")
+        head = _UNITS.get(key) or key.replace("_", " ").replace(" per layer", " a layer")
         table.add_column(head, justify="left" if text else "right", no_wrap=number == 0 or not text)
     for row in rows:
         table.add_row(*map(_shown, row.values()))
