@@ -155,13 +155,8 @@ def _shown(value: Any) -> str:
 
 LISTED = ("sizes", "chips", "links", "wirings", "weights")
 _LAYERS = 60  # of the model whose all-reduces are counted: whole cycles of all rows
-_UNITS = {
-    "tb_s": "TB/s",
-    "tflop_s": "TFLOP/s",
-    "gb_s": "GB/s",
-    "memory_gb": "GB",
-    "all_reduces_per_layer": "all-reduces a layer",
-}
+_UNITS = {"tb_s": "TB/s", "tflop_s": "TFLOP/s", "gb_s": "GB/s", "memory_gb": "GB"}
+_UNITS |= {"all_reduces_per_layer": "all-reduces a layer"}
 
 
 def named(what: str) -> list[Row]:
@@ -219,7 +214,7 @@ def print_named(what: str, rows: Sequence[Row], console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=what, title_justify="left")
     for number, key in enumerate(rows[0]):
         text = isinstance(rows[0][key], str)
-        head = _UNITS.get(key) or key.replace("_", " ").replace(" per layer", " a layer")
+        head = _UNITS.get(key) or key.replace("_", " ")
         table.add_column(head, justify="left" if text else "right", no_wrap=number == 0 or not text)
     for row in rows:
         table.add_row(*map(_shown, row.values()))
