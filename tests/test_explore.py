@@ -173,6 +173,10 @@ def test_advice() -> None:
     assert advice(fast)["reasons"][-1] == KEEP
     little = {name: {**row, "speedup": 1.06} for name, row in rows.items()}
     assert advice(little)["verdict"] == "little" and "only 1.06" in advice(little)["headline"]
+    counted = advice(little, measured=1.2)  # what was measured counts, and the prediction is named beside it
+    assert (
+        counted["verdict"] == "yes" and "1.20" in counted["headline"] and "predicted are 1.06" in counted["reasons"][0]
+    )
 
 
 def test_measured_points() -> None:

@@ -1,4 +1,4 @@
-"""What to do in one setting, in plain words: from the predicted rows alone. No torch here."""
+"""What to do in one setting, in plain words: from the predicted rows, and what was measured there. No torch here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +22,12 @@ OTHERS = {
 }
 
 
-def advice(rows: Mapping[str, Row]) -> dict[str, Any]:
-    """`verdict`: nothing, little or yes; `headline`: one sentence; `reasons`: some more. `rows`: by wiring."""
+def advice(rows: Mapping[str, Row], measured: float | None = None) -> dict[str, Any]:
+    """`verdict`: nothing, little or yes; `headline`: one sentence; `reasons`: some more. `rows`: by wiring; `measured`:
+    how many times as fast as standard Ladder was in this very setting, which then counts.
+    """
     standard, ladder, bound = rows["standard"], rows["ladder"], rows["none"]
-    gain = ladder["speedup"]
+    gain = ladder["speedup"] if measured is None else measured
     verdict = "nothing" if gain < NOTHING else "little" if gain < LITTLE else "yes"
     alone = standard["tp"] == 1
     times = f"{gain:.2f}{TIMES}"
@@ -36,7 +38,8 @@ def advice(rows: Mapping[str, Row]) -> dict[str, Any]:
         headline = f"Ladder gives {times} on a single GPU{', which is little' if verdict == 'little' else ''}."
     else:
         headline = f"Ladder gives {'only ' if verdict == 'little' else ''}{times} the speed of standard; {most}."
-    reasons = [_on_one_gpu(ladder, verdict) if alone else _between(standard, ladder)]
+    reasons = [] if measured is None else [f"That was measured; predicted are {ladder['speedup']:.2f}{TIMES}."]
+    reasons.append(_on_one_gpu(ladder, verdict) if alone else _between(standard, ladder))
     if verdict == "little":
         reasons.append("A model must be trained or adapted for it: weigh that against the gain.")
     reasons += _others(rows, gain)

@@ -34,12 +34,13 @@ class Answers:
             rows = plan([choice.deployment(wiring) for wiring in WIRINGS])
         except LadderError as error:
             return {"refused": str(error), "command": choice.command}
+        measured = self._measured.here(choice)
         steps = [timeline(choice.deployment(wiring)) for wiring in WIRINGS]
         return {
             "command": choice.command,
             "rows": rows,
-            "measured": self._measured.here(choice),
-            "advice": advice(dict(zip(WIRINGS, rows, strict=True))),
+            "measured": measured,
+            "advice": advice(dict(zip(WIRINGS, rows, strict=True)), measured.get("ladder", {}).get("y")),
             "timelines": [_packed(step) for step in steps],
             "remarks": list(dict.fromkeys(text for row in rows for text in (row["remark"], row["assumed"]) if text)),
         }

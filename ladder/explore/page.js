@@ -246,7 +246,7 @@ async function drawFrontier() {
   const rings = all.filter(isChosen).map((p) => ({ arm: p.arm, x: p.user, y: p.gpu }));
   const measuredPoints = measured.map((m) => ({ arm: m.wiring, x: m.user, y: m.gpu, title: `${m.wiring}, measured: ${m.tp} GPUs, batch ${m.batch}`, tips: [...tips(m), ["how", m.how], ["commit", m.commit ?? "unknown"]] }));
   await draw(plot("frontier"), { ...charts.frontier, datasets: { lines, dots, points: measuredPoints, rings } }, "Pareto frontier", hidden);
-  document.querySelector("#frontier .facts").textContent = measured.length ? `${measured.length} larger points: measured (${distinct(measured.map((m) => m.how)).join("; ")}). Lines and dots: predicted.` : "All predicted.";
+  document.querySelector("#frontier .facts").textContent = measured.length ? `${measured.length} larger points: measured (${distinct(measured.map((m) => m.how)).join("; ")}). Lines and dots: predicted.` : "All of this figure is predicted.";
 }
 
 // --- the page -------------------------------------------------------------------------------------------------------
