@@ -128,8 +128,8 @@ def _account(found: Found) -> Table:
         step, comm, exposed = (f"{account[key]:.1f}" for key in ("step_ms", "comm_ms", "exposed_ms"))
         table.add_row(NAMES[name], step, str(account["all_reduces"]), comm, exposed, f"{account['hidden']:.0%}")
     table.caption = (
-        f"of the layers, on rank 0, the fastest of {TRACED} steps; tokens/s above are of all steps. Exposed: a sub-block "
-        "had to wait"
+        f"of the layers, on rank 0, the fastest of {TRACED} steps; tokens/s above are of all steps. Exposed: a "
+        "sub-block had to wait"
     )
     return table
 
