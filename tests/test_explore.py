@@ -175,7 +175,9 @@ def test_advice() -> None:
     assert advice(little)["verdict"] == "little" and "only 1.06" in advice(little)["headline"]
     counted = advice(little, measured=1.2)  # what was measured counts, and the prediction is named beside it
     assert (
-        counted["verdict"] == "yes" and "1.20" in counted["headline"] and "predicted are 1.06" in counted["reasons"][0]
+        counted["verdict"] == "yes"
+        and "1.20" in counted["headline"]
+        and "the prediction is 1.06" in counted["reasons"][0]
     )
 
 

@@ -38,7 +38,7 @@ def advice(rows: Mapping[str, Row], measured: float | None = None) -> dict[str, 
         headline = f"Ladder gives {times} on a single GPU{', which is little' if verdict == 'little' else ''}."
     else:
         headline = f"Ladder gives {'only ' if verdict == 'little' else ''}{times} the speed of standard; {most}."
-    reasons = [] if measured is None else [f"That was measured; predicted are {ladder['speedup']:.2f}{TIMES}."]
+    reasons = [] if measured is None else [f"That was measured; the prediction is {ladder['speedup']:.2f}{TIMES}."]
     reasons.append(_on_one_gpu(ladder, verdict) if alone else _between(standard, ladder))
     if verdict == "little":
         reasons.append("A model must be trained or adapted for it: weigh that against the gain.")

@@ -117,8 +117,8 @@ def _check_shape(piece: Piece, storage: Storage) -> None:
 
 
 def numbers(codes: Tensor) -> Tensor:
-    """Codes as numbers in float32. On a CPU torch converts fp8 one number at a time, eight times as slowly as its bits
-    are moved: those of e4m3, seven places further left, are a float16 whose exponent is less by 8.
+    """Codes as numbers in float32. On a CPU torch converts fp8 one number at a time, and moving bits is much faster:
+    those of e4m3, seven places further left, are a float16 whose exponent is less by 8.
     """
     if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
         return codes.float()
