@@ -174,11 +174,8 @@ def test_advice() -> None:
     little = {name: {**row, "speedup": 1.06} for name, row in rows.items()}
     assert advice(little)["verdict"] == "little" and "only 1.06" in advice(little)["headline"]
     counted = advice(little, measured=1.2)  # what was measured counts, and the prediction is named beside it
-    assert (
-        counted["verdict"] == "yes"
-        and "1.20" in counted["headline"]
-        and "the prediction is 1.06" in counted["reasons"][0]
-    )
+    assert counted["verdict"] == "yes" and "1.20" in counted["headline"]
+    assert "the prediction is 1.06" in counted["reasons"][0]
 
 
 def test_measured_points() -> None:
@@ -188,7 +185,11 @@ def test_measured_points() -> None:
     points = own.speedups(CHOICE)
     assert {8, 24, 62} <= {point["alpha"] for point in points if point["wiring"] == "ladder"}
     assert all(point["alpha"] > 0 for point in points)
-    assert own.here(changed(size="llama-3-8b", tp=1))["ladder"]["y"] > 1.05
+    alone = changed(size="llama-3-8b", tp=1)
+    assert own.here(alone)["ladder"]["y"] > 1.05
+    told, bare = (answers(measured=each).of(alone)["advice"] for each in (own, NOTHING_MEASURED))
+    assert f"{own.here(alone)['ladder']['y']:.2f}" in told["headline"] and "That was measured" in told["reasons"][0]
+    assert told["headline"] != bare["headline"] and "measured" not in " ".join(bare["reasons"])
     for other in ({"chip": "b200"}, {"weights": "int8"}, {"prompt": 8000}, {"batch": 3}):
         assert not own.speedups(changed(**other))
     assert {point["wiring"] for point in own.rates(CHOICE)} >= {"standard", "ladder", "none"}

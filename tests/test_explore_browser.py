@@ -17,6 +17,7 @@ from ladder.explore.choices import WIRINGS, Offer
 from ladder.explore.measured import Measured
 from ladder.explore.page import page as make_page
 from ladder.explore.server import Server
+from tests.pages import open_page
 from tests.test_report_browser import browser, settled
 
 __all__ = ["browser"]
@@ -46,31 +47,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def open_page(browser: Any, url: str, width: int, scheme: str) -> Iterator[Any]:
-    """At the end nothing must have gone wrong, and nothing but its own server have been asked."""
-    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    wrong: list[str] = []
-    asked: list[str] = []
-    opened.on("console", lambda message: wrong.append(message.text))
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("request", lambda asking: asked.append(asking.url))
-    opened.goto(url)
-    shown(opened)
-    yield opened
-    assert wrong == []
-    assert [one for one in asked if not one.startswith((url.partition("#")[0], "data:"))] == []
-    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
-    opened.close()
-
-
 @pytest.fixture
 def opened(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterator[Any]:
-    yield from open_page(browser, address, *getattr(request, "param", (1280, "light")))
+    yield from open_page(browser, address, shown, *getattr(request, "param", (1280, "light")))
 
 
 @pytest.fixture
 def from_disk(browser: Any, file: Path) -> Iterator[Any]:
-    yield from open_page(browser, file.as_uri(), 1280, "dark")
+    yield from open_page(browser, file.as_uri(), shown, 1280, "dark")
 
 
 def shown(page: Any, what: str = "shown") -> None:
@@ -173,7 +157,8 @@ def test_the_link_follows_the_gpus(opened: Any) -> None:
 
 
 def test_an_address_opens_its_setting(browser: Any, address: str) -> None:
-    for page in open_page(browser, f"{address}#size=llama-3-8b&tp=2&batch=16&link=5us,9GB/s&chip=<b>", 1280, "light"):
+    url = f"{address}#size=llama-3-8b&tp=2&batch=16&link=5us,9GB/s&chip=<b>"
+    for page in open_page(browser, url, shown, 1280, "light"):
         chosen = [page.locator(f"select[name={name}]").input_value() for name in ("size", "tp", "batch", "chip")]
         assert chosen == ["llama-3-8b", "2", "16", "h200"]
         assert "--link 5us,9GB/s" in page.locator("#command").inner_text()

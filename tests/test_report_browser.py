@@ -10,6 +10,7 @@ import pytest
 
 from ladder.charts.looks import TIMES
 from ladder.report.write import report
+from tests.pages import open_page
 from tests.test_report import EVIL, row, sample, step, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -47,20 +48,7 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(request: pytest.FixtureRequest, browser: Any, html: Path) -> Iterator[Any]:
     """The page; at the end nothing must have gone wrong, and nothing but the file itself have been asked for."""
-    width, scheme = getattr(request, "param", (1280, "light"))
-    opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    wrong: list[str] = []
-    asked: list[str] = []
-    opened.on("console", lambda message: wrong.append(message.text))
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("request", lambda asking: asked.append(asking.url))
-    opened.goto(html.as_uri())
-    settled(opened)
-    yield opened
-    assert wrong == []
-    assert [url for url in asked if not url.startswith("data:")] == [html.as_uri()]
-    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
-    opened.close()
+    yield from open_page(browser, html.as_uri(), settled, *getattr(request, "param", (1280, "light")))
 
 
 def settled(page: Any) -> None:

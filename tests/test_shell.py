@@ -230,6 +230,11 @@ def test_what_has_a_name_is_listed(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert rows["ladder"] == {
         "name": "ladder", "attention": "lag 1, reduce", "mlp": "lag 1, reduce", "all_reduces_per_layer": 2
     }  # fmt: skip
+    assert rows["desync-3x-local"] == {
+        "name": "desync-3x-local", "attention": "not the same in all layers", "mlp": "not the same in all layers",
+        "all_reduces_per_layer": 0.67,
+    }  # fmt: skip
+    assert "TB/s" in out and "GB/s" in out and "all-reduces a layer" in out
     assert rows["parallel-1"]["all_reduces_per_layer"] == 1 and rows["none"]["all_reduces_per_layer"] == 0
     assert [row["name"] for row in json.loads(run("list", "chips", "--json")[1])["chips"]][:2] == ["a100", "h100"]
     assert "unknown list 'link'" in run("list", "link")[2]
