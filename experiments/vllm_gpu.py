@@ -34,7 +34,7 @@ from ladder.quantize.write import quantize
 
 PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-AT_ONCE = 3 if DEVICE != "cpu" else 1  # engines that start together
+AT_ONCE, LARGE_AT_ONCE = (5, 3) if DEVICE != "cpu" else (1, 1)  # engines that start together
 CACHE = 8.0  # GB for keys and values: of every engine
 SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 SWITCHES |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # which would be compiled first
@@ -117,7 +117,8 @@ def agreement(directory: Path, prompts: Ids, answers: Ids) -> dict[str, float]:
 def child_tokens(directory: str, dtype: str, lanes: str) -> dict[str, Any]:
     attention = {"attention_config": {"backend": "TRITON_ATTN"}}  # FlashAttention has no float32
     own: dict[str, Any] = attention if DEVICE != "cpu" and dtype == "float32" else {}
-    own["additional_config"] = {"ladder": {"lanes": int(lanes)}}
+    if lanes != "1":
+        own["additional_config"] = {"ladder": {"lanes": int(lanes)}}
     llm = vllm(Path(directory), dtype=dtype, max_num_seqs=32, **own)
     ready()
     answers = continued(llm, prompts_of(ModelConfig.from_directory(Path(directory)).vocab), TOKENS)
@@ -148,12 +149,18 @@ def random_model(directory: Path, wiring: str, dtype: str = "bfloat16") -> Path:
 
 def tokens() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        wirings = ["ladder", "ladder-1-2", "parallel-1", "standard:4 ladder:4"]
+        wirings = [
+            "standard",
+            "ladder",
+            "ladder-1-2",
+            "parallel-1",
+            "standard:4 ladder:4",
+        ]  # the first: vLLM's own model
         random = [random_model(Path(folder) / str(at), wiring) for at, wiring in enumerate(wirings)]
         arms = [(directory, "float32", 1) for directory in random]
         if DEVICE != "cpu":  # where vLLM has no kernel for heads of 40 numbers, nor a second lane
             arms += [(EMBEDDED, "float32", 1), (EMBEDDED, "bfloat16", 1), (EMBEDDED, "bfloat16", 2)]
-            arms += [(random[0], "float32", 2), (random[0], "bfloat16", 1)]
+            arms += [(random[1], "float32", 2), (random[1], "bfloat16", 1), (random[0], "bfloat16", 1)]
         given = [["tokens", str(directory), dtype, str(lanes)] for directory, dtype, lanes in arms]
         for (directory, dtype, lanes), found in zip(arms, measured(MODULE, given, AT_ONCE, SWITCHES), strict=True):
             config = ModelConfig.from_directory(directory)
@@ -196,7 +203,7 @@ def child_speed(arm: str, size: str, batches: Sequence[int]) -> dict[str, Any]:
 
 def speed(size: str, batches: Sequence[int]) -> None:
     arms = [["speed", arm, size, *map(str, batches)] for arm in ARMS]
-    for arm, found in zip(ARMS, measured(MODULE, arms, AT_ONCE, SWITCHES), strict=True):
+    for arm, found in zip(ARMS, measured(MODULE, arms, LARGE_AT_ONCE, SWITCHES), strict=True):
         for batch, ms in found.pop("ms").items():
             line = {"measure": "vllm_speed", "size": size, "tp": 1, "arm": arm, "batch": int(batch), "prompt": PROMPT}
             say({**line, "repeats": REPEATS, "ms_per_token": round(ms, 4), **found})
