@@ -117,8 +117,7 @@ def agreement(directory: Path, prompts: Ids, answers: Ids) -> dict[str, float]:
 def child_tokens(directory: str, dtype: str, lanes: str) -> dict[str, Any]:
     attention = {"attention_config": {"backend": "TRITON_ATTN"}}  # FlashAttention has no float32
     own: dict[str, Any] = attention if DEVICE != "cpu" and dtype == "float32" else {}
-    if lanes != "1":
-        own["additional_config"] = {"ladder": {"lanes": int(lanes)}}
+    own["additional_config"] = {"ladder": {"lanes": int(lanes)}}
     llm = vllm(Path(directory), dtype=dtype, max_num_seqs=32, **own)
     ready()
     answers = continued(llm, prompts_of(ModelConfig.from_directory(Path(directory)).vocab), TOKENS)
@@ -176,7 +175,7 @@ def tokens() -> None:
 ARMS: dict[str, dict[str, Any]] = {
     "vllm standard": {},  # vLLM's own model and choices: torch.compile, full and piecewise graphs
     "vllm standard, no compiler": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "vllm ladder": {"wiring": "ladder"},
+    "vllm ladder": {"wiring": "ladder", "additional_config": {"ladder": {"lanes": 1}}},
     "vllm ladder, two lanes": {"wiring": "ladder", "additional_config": {"ladder": {"lanes": 2}}},
     "native standard": {"native": "standard"},
     "native ladder": {"native": "ladder"},
