@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import tomllib
 from collections.abc import Callable

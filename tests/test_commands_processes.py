@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def on_this_machine(words: list[str]) -> list[str]:
     at = words.index("-m")
     port = str(free_port())
     values = {"--nnodes": "1", "--nproc-per-node": "2", "--rdzv-endpoint": f"127.0.0.1:{port}"}
-    flags = [values.get(before, word) for before, word in zip(words, words[1:at], strict=False)]
+    flags = [values.get(before, word) for before, word in pairwise(words[:at])]
     if "--rdzv-endpoint" not in words:
         flags += ["--master-port", port]
     return [TORCHRUN, *flags, "-m", *small(words[at + 1 :])]
