@@ -102,7 +102,7 @@ def small(words: list[str]) -> list[str]:
         found.append(RANKS.get((verb, word), word) if before == "--tp" else INSTEAD.get((before, word), word))
         before = word
     if "images.safetensors" in words:
-        return [*found, *IMAGES]
+        return [*found, *IMAGES, *(("--examples", "8") if verb == "adapt" else ())]
     if (verb == "quantize" and "--calibrate" not in words) or (verb == "explore" and "--out" not in words):
         return found
     found += SMALL.get(verb, ())
