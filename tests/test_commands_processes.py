@@ -82,8 +82,10 @@ def test_servers_and_their_clients(run: Run, here: Path, monkeypatch: pytest.Mon
         for line, words in SERVERS.items():
             urls[line] = url = address(servers[line])
             name = "mine" if "mine" in words else "DIR"
-            assert httpx.get(f"{url}/v1/models").status_code == (401 if "--api-key-file" in words else 200)
-            assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == name
+            assert httpx.get(f"{url}/v1/models", timeout=LIMIT).status_code == (
+                401 if "--api-key-file" in words else 200
+            )
+            assert httpx.get(f"{url}/v1/models", headers=key, timeout=LIMIT).json()["data"][0]["id"] == name
             asked = {"model": name, "prompt": "Once", "max_tokens": 1}
             answer = httpx.post(f"{url}/v1/completions", json=asked, headers=key, timeout=LIMIT)
             assert answer.json()["usage"]["completion_tokens"] == 1
