@@ -30,9 +30,7 @@ TIES = [json.loads(line) for line in (ROOT / "experiments/tables/prose.jsonl").r
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # decimal figures, and whole ones in percent, times, us and ms
 FIGURE = re.compile(r"(?<![\w.,-])[+-]?(\d[\d,]*(?:\.\d+)?)(%|x\b| (?:us|ms)\b)?(?![\w%]|[.,]\d)")
-NOT_PROSE = re.compile(
-    r"`[^`]*`|\]\([^)]*\)|!\[[^\]]*|(?:arXiv|vLLM|torch|PyTorch|Python|Apache|CC BY-SA) ?-?[\d.]+\d|only 0\.32"
-)
+NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|!\[[^\]]*|(?:arXiv|vLLM|torch|PyTorch|Python|Apache|CC BY-SA) ?-?[\d.]+\d")
 
 
 def prose(text: str) -> str:
