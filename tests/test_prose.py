@@ -13,7 +13,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from statistics import mean
+from functools import cache
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -23,7 +24,11 @@ from experiments.tables.models import apart
 from experiments.tables.pages import MARK
 from experiments.tables.speed import ROWS, step
 from ladder.comm.link import LINKS
+from ladder.config import ModelConfig
+from ladder.perf.calibrate import Target
 from ladder.perf.chips import CHIPS
+from ladder.perf.engines import ENGINES
+from ladder.perf.predict import Setting
 from tests.blocks import PAGES, ROOT, without_code
 
 TIES = [json.loads(line) for line in (ROOT / "experiments/tables/prose.jsonl").read_text().splitlines()]
@@ -74,7 +79,7 @@ def ahead(arm: str, than: str) -> float:
 def training_loss(optimizer: str) -> float:
     """Over steps 550 to 640, of all layers."""
     found = those("optimizers_h200", run="all-fit-12M-0.001-16", optimizer=optimizer)
-    return mean(line["loss"] for line in found if 550 <= line["step"] <= 640)
+    return mean(float(line["loss"]) for line in found if 550 <= line["step"] <= 640)
 
 
 def an_all_reduce(batch: int) -> float:
@@ -103,8 +108,43 @@ def of_published(batch: int) -> float:
 
 def peaks() -> float:
     """The highest measured peak of the runs from scratch over the lowest, in percent above it."""
-    found = [line["peak_tflop_s"] for line in lines("scratch_h200") if "peak_tflop_s" in line]
+    found = [float(line["peak_tflop_s"]) for line in lines("scratch_h200") if "peak_tflop_s" in line]
     return 100 * (max(found) / min(found) - 1)
+
+
+def desync() -> list[float]:
+    """How far above standard it is from the first fifth of the training on, in percent."""
+    own, standard = (
+        {line["step"]: line["eval_loss"] for line in lines(f"scratch/{name}") if "eval_loss" in line}
+        for name in ("desync-2x", "standard")
+    )
+    return sorted(100 * (own[at] / standard[at] - 1) for at in own if at >= max(own) / 5 - 2)
+
+
+@cache
+def plan_errors() -> dict[str, list[float]]:
+    """Of the plan for one lane, against every line of bench_h200: of a token and of prompts, in percent."""
+    errors: dict[str, list[float]] = {"token": [], "prompt": []}
+    for line in lines("bench_h200"):
+        found = predicted(line["size"], line["wiring"], line["tp"], line["batch"], line["link"], line["new"])
+        errors["prompt"].append(100 * abs(1e3 * found[0] / line["ttft_ms"] - 1))
+        errors["token"].append(100 * abs(1e3 * found[1] / line["tpot_ms_p50"] - 1))
+    return errors
+
+
+def predicted(
+    size: str, wiring: str, tp: int, batch: int, link: str, new: int, lanes: int = 1
+) -> tuple[float, float, float]:
+    config, engine = ModelConfig.named(size).rewired(wiring), ENGINES["ladder"]
+    setting = Setting(config, tp, batch, 1024, new, CHIPS["h200"], engine, LINKS[link], link)
+    return Target(setting, 1.0, 1.0, lanes).predicted(engine)
+
+
+def too_slow(batch: int, lanes: int) -> float:
+    """By how much the plan is too slow for ladder, 8B on one GPU, in percent; below 0: too fast."""
+    where = {"measure": "decode", "size": "llama-3-8b", "wiring": "ladder", "batch": batch, "lanes": lanes}
+    ms = 1e3 * predicted("llama-3-8b", "ladder", 1, batch, "nvlink_nccl", 0, lanes)[1]
+    return 100 * (ms / least("two_lanes_h200", "ms", **where, link_name=None) - 1)
 
 
 def embedded_speed() -> float:
@@ -142,6 +182,15 @@ FOLLOW: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/reproduce.md", "32%"): lambda: gain(
         published_ms("standard", "on", 1), published_ms("ladder", "on", 1)
     ).lstrip("+"),
+    ("docs/quality.md", "1.3%"): lambda: f"{fixed(desync()[0], 1)}%",
+    ("docs/quality.md", "1.4%"): lambda: f"{fixed(desync()[-1], 1)}%",
+    ("docs/reproduce.md", "7.5%"): lambda: f"{fixed(max(plan_errors()['token']), 1)}%",
+    ("docs/reproduce.md", "1.7%"): lambda: f"{fixed(median(plan_errors()['token']), 1)}%",
+    ("docs/reproduce.md", "23%"): lambda: f"{fixed(max(plan_errors()['prompt']), 0)}%",
+    ("docs/reproduce.md", "7.4%"): lambda: f"{fixed(median(plan_errors()['prompt']), 1)}%",
+    ("docs/reproduce.md", "9%"): lambda: f"{fixed(too_slow(1, 2), 0)}%",
+    ("docs/reproduce.md", "11%"): lambda: f"{fixed(-too_slow(16, 1), 0)}%",
+    ("docs/reproduce.md", "49%"): lambda: f"{fixed(100 * ENGINES['paper'].most_contention, 0)}%",
     ("docs/use/quantize.md", "1.3"): lambda: fixed(quantized_gain(), 1),
 }
 
@@ -213,6 +262,6 @@ def test_a_figure_that_is_changed_is_noticed() -> None:
 def test_what_is_a_figure() -> None:
     text = "It takes 3.25 ms, 7.5% more, +8% and 1.25x at 62 us.\n| 9.9 |\n    1.1\n`2.2` of 3; torch 2.13, desync-2x"
     assert found_in(text) == Counter(["3.25 ms", "7.5%", "8%", "1.25x", "62 us"])
-    tie = {"page": "", "figure": "0.667 ms", "file": "bench_small_h200", "key": "tpot_ms_p50"}
-    tie["where"] = {"size": "50M", "wiring": "standard", "cell_link": "nvlink_nccl"}
+    where = {"size": "50M", "wiring": "standard", "cell_link": "nvlink_nccl"}
+    tie = {"figure": "0.667 ms", "file": "bench_small_h200", "where": where, "key": "tpot_ms_p50"}
     assert text_of(tie) == "0.666 ms"
