@@ -35,10 +35,10 @@ SMALL = {
     "convert": [],
     "data": [],
     "plan": [],
-    "quantize": ["--tokens", "256", "--seq-len", "64", "--batch", "2"],
-    "fit": ["--tokens", "256", "--seq-len", "64", "--batch", "2", "--dtype", "float32", "--device", "cpu"],
+    "quantize": ["--tokens", "256", "--batch", "2"],
+    "fit": ["--tokens", "256", "--batch", "2", "--dtype", "float32", "--device", "cpu"],
     "scan": ["--tokens", "128", "--seq-len", "64", "--batch", "2", "--points", "2"],
-    "adapt": ["--tokens", "256", "--seq-len", "64", "--batch", "2", "--eval-tokens", "128", "--device", "cpu"],
+    "adapt": ["--tokens", "256", "--batch", "2", "--eval-tokens", "128", "--device", "cpu"],
     "eval": ["--limit", "2", "--window", "64"],
 }
 # patterns for models of other depths than the stand-in's four layers
@@ -120,7 +120,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert(str(folder / "DIR"), folder / "OUT", "ladder")
     shutil.copytree(folder / "OUT", folder / "FITTED")
     quantize(QuantizeOptions(folder / "OUT", folder / "QUANTIZED", format="int8"))
-    (folder / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 20)
+    (folder / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
     (folder / "prompts.txt").write_text("Once upon a time\nIt was a dark night\n")
     (folder / "more.jsonl").write_text(json.dumps({"text": "and the rain fell in torrents " * 20}) + "\n")
     (folder / "mine.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n")

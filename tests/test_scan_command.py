@@ -192,7 +192,7 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("a.xz cannot be read: Input format not supported", None, ["--data", tmp_path / "a.xz"]),
         ("its keys are 'body'; choose one with --field", None, ["--data", tmp_path / "a.jsonl"]),
         ("the text has 10 tokens, a sequence of 64 needs 65", None, ["--data", tmp_path / "short"]),
-        ("window is 65 tokens", None, ["--seq-len", 65]),
+        ("--seq-len 65 is more than the model's context of 64", None, ["--seq-len", 65]),
         ("50 tokens are less than a sequence of 64", None, ["--tokens", 50]),
         ("tokens must be at least 1, not 0", None, ["--tokens", 0]),
         ("batch must be at least 1, not 0", None, ["--batch", 0]),

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from ladder.cli.verbs import steps_bar, verb
 from ladder.config import DTYPES
+from ladder.config.early import sequence_length
 from ladder.config.fields import check_named
 from ladder.errors import LadderError, check_known
 from ladder.scan.options import ScanOptions
@@ -112,10 +113,11 @@ def _sequences(options: ScanOptions, config: Any) -> tuple["Tensor", "Tensor | N
     from transformers import AutoTokenizer
 
     from ladder.hf.load import pretrained
-    from ladder.hf.measures import begin_of, checked_window
+    from ladder.hf.measures import begin_of
+    from ladder.scan.checkpoints import context_of
     from ladder.scan.scan import fit_sequences, scan_sequences
 
-    seq_len = checked_window(config, options.seq_len)
+    seq_len = sequence_length(options.seq_len, context_of(config.get_text_config()))
     text = _beginning(options.data, options.field, CHARACTERS * (options.tokens + (options.fit or 0) + 1))
     tokenizer = pretrained(AutoTokenizer, options.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ladder.config.early import LONGEST
 from ladder.config.fields import read_text
 from ladder.errors import LadderError
 from ladder.perf.memory import check_host
 from ladder.progress import Progress
 
 GROUPS = 200  # of the jackknife, at most: it calls what it is given once for each
-LONGEST = 1024  # tokens of a window where nothing else is asked for: logits of a batch must fit into memory
 Score = Callable[[list[Tensor], Tensor], Tensor]  # (each model's logits [window, vocab], targets) -> sums
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ladder.config.early import SEQ_LEN_HELP
 from ladder.config.quantization import GROUPS, NAMED, Storage
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_types, option, required
@@ -52,7 +53,7 @@ class CalibrationOptions:
     tokens: int | None = option(
         None, "Tokens to calibrate on, spread over the text; default: 64 for each input of the widest projection."
     )
-    seq_len: int = option(1024, "Tokens of a sequence.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(8, "Sequences at a time.")
     ridge: float = option(0.01, "Ridge regression: how strongly weights are kept near the original's.")
     dtype: str = option(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ladder.config.early import SEQ_LEN_HELP
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_least, check_types, option
 
@@ -23,7 +24,7 @@ class FitOptions:
     tokens: int | None = option(
         None, "Tokens to fit on, spread over the data; default: 64 for each input of the widest projection."
     )
-    seq_len: int = option(1024, "Tokens of a sequence.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(8, "Sequences at a time.")
     ridge: float = option(0.01, "Ridge regression: how strongly weights are kept near the original's.")
     dtype: str = option(
@@ -62,7 +63,7 @@ class ScanOptions:
     field: str = option("text", "Key of the text in a JSON line, or column of a parquet file.")
     wiring: str = option("ladder", "The row to try on the layers, as in ladder, ladder-2 or parallel.")
     tokens: int = option(32_768, "Measure on this many tokens, from the start of the text.")
-    seq_len: int | None = option(None, "Tokens of a sequence; default: the model's context, at most 1024.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(8, "Sequences at a time.")
     points: int = option(8, "About this many sizes of sets, and those that --budget or --speed needs; 0: all.")
     fit: int | None = option(None, "Fit each set first, on about this many further tokens (see `ladder fit`).")
@@ -84,7 +85,7 @@ class ScanOptions:
     json: bool = option(False, "One JSON line per measurement, as it comes, instead of the tables.")
 
     def __post_init__(self) -> None:
-        check_least(self, tokens=1, batch=1, points=0, fit=1)
+        check_least(self, tokens=1, seq_len=1, batch=1, points=0, fit=1)
         if self.plot is not None:
             _check_plot(self.plot)
 

@@ -24,6 +24,7 @@ from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.progress import Progress
 from ladder.scan.checkpoints import (
     check_init_from,
+    context_of,
     read_original,
     read_tokenizer,
     refuse_not_finite,
@@ -53,6 +54,8 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
+    with quiet():
+        training = training.within(context_of(pretrained(AutoConfig, options.model)))
     folders = {"model": Path(options.model), "init_from": options.init_from}
     folders |= {"data": training.data, "valid": training.valid}
     wanted = {**folder.described(options, training, **folders), "staleness": options.staleness_share}
@@ -121,7 +124,7 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     here.
     """
     Shards.open(training.data)  # a folder that is not there is told of first
-    config, wiring = read_original(options.model, options.wiring, training.seq_len)
+    config, wiring, _ = read_original(options.model, options.wiring, training.seq_len)
     if options.examples is not None:
         raise LadderError("--examples counts examples of a file of inputs, this model reads tokens: give --tokens")
     check_ranks(wiring, options.ranks)

@@ -32,7 +32,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         of_tokens = self._options.counted[0] == "tokens"
-        self._operations = operations(model, self._options.seq_len) if of_tokens else 0.0
+        self._operations = operations(model, self._options.length) if of_tokens else 0.0
         self._peak = peak(args.device) if of_tokens else None
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:

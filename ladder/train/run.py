@@ -39,32 +39,32 @@ class TrainingData:
     @classmethod
     def open(cls, options: TrainingOptions, ranks: int) -> "TrainingData":
         shards = Shards.open(options.data)
-        count = max(ranks, options.eval_tokens // options.seq_len)
-        whole = len(Sequences(shards, options.seq_len))
+        count = max(ranks, options.eval_tokens // options.length)
+        whole = len(Sequences(shards, options.length))
         if options.valid is None:
             count = max(ranks, min(count, whole // 100))
             kept = whole - count
             if kept < options.batch:
                 raise LadderError(
-                    f"{options.data} has {shards.tokens} tokens: a step needs {options.batch * options.seq_len}, and "
-                    f"an evaluation {count * options.seq_len} of them; give more data, or a smaller --batch or "
+                    f"{options.data} has {shards.tokens} tokens: a step needs {options.batch * options.length}, and "
+                    f"an evaluation {count * options.length} of them; give more data, or a smaller --batch or "
                     "--seq-len"
                 )
-            valid = Sequences(shards, options.seq_len, skip=kept, limit=count)
+            valid = Sequences(shards, options.length, skip=kept, limit=count)
         else:
             other = Shards.open(options.valid)
             other.check_tokenizer(shards.fingerprint, str(options.data / TOKENIZER))
-            valid = Sequences(other, options.seq_len, limit=count)
+            valid = Sequences(other, options.length, limit=count)
             if len(valid) < ranks:
-                raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.seq_len} are needed")
+                raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.length} are needed")
             kept = whole
         if kept < options.batch:
             raise LadderError(
-                f"{options.data} has {shards.tokens} tokens, a step needs {options.batch * options.seq_len}: give more "
+                f"{options.data} has {shards.tokens} tokens, a step needs {options.batch * options.length}: give more "
                 "data, or a smaller --batch or --seq-len"
             )
         # whole steps only: an epoch's last one would be a smaller one
-        train = Sequences(shards, options.seq_len, limit=kept // options.batch * options.batch)
+        train = Sequences(shards, options.length, limit=kept // options.batch * options.batch)
         wanted = options.steps * options.batch
         return cls(shards, EvenSample(train, wanted) if wanted < len(train) else train, valid)
 

@@ -38,14 +38,13 @@ def train(
     `named`: options that override the recipe; None: those that differ from their defaults.
     """
     config, training = _chosen(options, training, named)
+    training = training.within(config.context)
     folders = {"data": training.data, "valid": training.valid, "init_from": options.init_from}
     wanted = folder.described(options, training, **folders)
     folder.check(options.out, wanted)
     shards = Shards.open(training.data)
     wiring = Wiring.parse(options.wiring, config.layers)
     config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,), shared_norm=options.shared_norm)
-    if training.seq_len > config.context:
-        raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
     if options.init_from is not None:
@@ -57,7 +56,7 @@ def train(
     def complete(out: Path) -> None:
         """Tokenizer and model card beside the weights."""
         pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(out)
-        tokens = training.steps * training.batch * training.seq_len
+        tokens = training.steps * training.batch * training.length
         text = trained_card(options.out.name, "llama", wiring, tokens)
         (out / "README.md").write_text(text, encoding="utf-8")
 
