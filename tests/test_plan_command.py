@@ -10,7 +10,7 @@ from ladder.cli import main
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import AS_BF16, Deployment, predict
-from ladder.scan.propose import TargetMachine
+from ladder.scan.target import TargetMachine
 from ladder.wiring import Wiring
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -81,7 +81,7 @@ def test_what_is_proposed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ("--size qwen2.5-7b", "unknown size 'qwen2.5-7b': .*, quick$"),
         ("--size LLAMA-3-70B", "the nearest is 'llama-3-70b'$"),
         ("--size tiny --model .", "--size and --model . name two models: give one of them"),
-        ("--model nowhere", "no such model directory: nowhere"),
+        ("--model nowhere", "no model 'nowhere': there is no such directory"),
     ],
 )
 def test_refuses(flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

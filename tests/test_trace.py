@@ -250,7 +250,7 @@ def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None
         ("--emulate-link slow", "unknown link 'slow'"),
         ("--batch 0", "batch must be at least 1"),
         ("--context 100000", "context 100000 is more than the model's"),
-        ("--model nowhere", "no such model directory"),
+        ("--model nowhere", "no model 'nowhere': there is no such directory"),
     ],
 )
 def test_refused(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ladder.charts.theme import config
 from ladder.errors import LadderError
+from ladder.files import write_bytes, write_text
 
 _SCALE = 2  # pixels of a picture for each of the chart's
 
@@ -41,9 +42,15 @@ def program() -> str:
 
 
 def picture(chart: dict[str, Any], path: Path) -> None:
-    """A chart as a PNG file, on white."""
-    drawn = {**chart, "background": "white", "padding": 12}
-    path.write_bytes(_smaller(load_library().vegalite_to_png(drawn, config=config("light"), scale=_SCALE)))
+    """A chart as a file of the format that its name ends in (PICTURES), on white."""
+    drawn, kind = {**chart, "background": "white", "padding": 12}, path.suffix.lower()
+    library, how = load_library(), {"config": config("light")}
+    if kind == ".svg":
+        write_text(path, library.vegalite_to_svg(drawn, **how))
+    elif kind == ".pdf":
+        write_bytes(path, library.vegalite_to_pdf(drawn, **how))
+    else:
+        write_bytes(path, _smaller(library.vegalite_to_png(drawn, **how, scale=_SCALE)))
 
 
 def _smaller(png: bytes) -> bytes:

@@ -16,7 +16,8 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from ladder.config.fields import ADAPTER, check_named, check_no_side
+from ladder.config.early import check_model_named
+from ladder.config.fields import ADAPTER, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
 from ladder.devices import computing_dtype, device
 from ladder.errors import LadderError
@@ -27,7 +28,7 @@ SURELY = 16  # a model surely fits where its files and the bytes for each weight
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
     """`auto.from_pretrained` of a directory or a hub id. Weights of compressed-tensors are dequantized."""
-    check_named(name)
+    check_model_named(name, config=auto.__name__ != "AutoTokenizer")
     local = Path(name).is_dir()
     if auto.__name__ != "AutoTokenizer":
         check_no_side(Path(name))

@@ -1,7 +1,9 @@
 """Options of `ladder quantize`. The command line is generated from these classes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ladder.config.early import SEQ_LEN_HELP
 from ladder.config.quantization import GROUPS, NAMED, Storage
@@ -67,3 +69,9 @@ class CalibrationOptions:
         for name in ("wiring", "tokens"):
             if self.calibrate is None and getattr(self, name) is not None:
                 raise LadderError(f"--{name} needs a text: give --calibrate")
+
+
+def check_not_quantized(model: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose config.json says that its matrices are quantized."""
+    if raw.get("quantization_config"):
+        raise LadderError(f"{model} is quantized already: name the checkpoint it was made from")

@@ -4,7 +4,8 @@ ask before they import it, where the original's config is known without transfor
 
 from ladder.config.early import early_config, sequence_length
 from ladder.errors import LadderError
-from ladder.wiring import Wiring, check_names
+from ladder.wiring import Out, Wiring, canonical, check_names
+from ladder.wiring import row as row_of
 
 
 def check_early(model: str, pattern: str | None, seq_len: int | None) -> tuple[Wiring, int] | None:
@@ -41,3 +42,27 @@ def refuse_local(wiring: Wiring) -> None:
         raise LadderError(
             f"{str(wiring)!r} leaves partial sums on their ranks, each of which would need weights of its own"
         )
+
+
+def checked_row(name: str) -> str:
+    """A row whose damage can be measured on one rank."""
+    name = canonical(name)
+    if is_local(name):
+        raise LadderError(
+            f"the damage of {name} depends on the number of ranks, and this measures on one, where it does none: "
+            "scan a row that all-reduces every output, such as ladder, ladder-2 or parallel"
+        )
+    return name
+
+
+def is_local(name: str) -> bool:
+    """Whether a row leaves some partial sums on their ranks."""
+    return any(block.out is Out.LOCAL for block in row_of(name))
+
+
+def layers_to_scan(wiring: Wiring, row: str) -> tuple[int, ...]:
+    """The layers that are not under this row yet."""
+    layers = tuple(at for at, name in enumerate(wiring.layers) if name != row)
+    if not layers:
+        raise LadderError(f"every layer of the model is under {row} already: scan its original, or another row")
+    return layers

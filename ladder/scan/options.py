@@ -1,12 +1,12 @@
 """Options of `ladder fit` and `ladder scan`. The command line is generated from these classes."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ladder.config.early import SEQ_LEN_HELP
 from ladder.errors import LadderError, check_known
+from ladder.files import PICTURES, check_file
 from ladder.options import argument, check_least, check_types, option
 
 
@@ -87,14 +87,4 @@ class ScanOptions:
     def __post_init__(self) -> None:
         check_least(self, tokens=1, seq_len=1, batch=1, points=0, fit=1)
         if self.plot is not None:
-            _check_plot(self.plot)
-
-
-def _check_plot(file: Path) -> None:
-    """Whether a picture can be written there: known before a scan, which takes long."""
-    if not file.absolute().parent.is_dir():
-        raise LadderError(f"{file} cannot be written: there is no folder {file.parent}")
-    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise LadderError(f"{file} cannot be written")
-    if file.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise LadderError(f"{file} is no picture's name: let it end with .png, .pdf or .svg")
+            check_file(self.plot, *PICTURES)  # known before a scan, which takes long

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from ladder.errors import LadderError
+from ladder.files import write_text
 from ladder.hf.wire import layers_of, unwrapped
 from ladder.perf.chips import Chip
 from ladder.progress import Progress
@@ -36,7 +37,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         self._peak = peak(args.device) if of_tokens else None
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:
-            self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
+            write_text(self._file, "".join(json.dumps(line) + "\n" for line in state.log_history))
         if state.global_step >= state.max_steps:
             raise AlreadyTrained
 

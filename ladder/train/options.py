@@ -222,6 +222,11 @@ class AdaptOptions:
         check_least(self, lora_rank=1, ranks=1, reduction=1, examples=1)
 
     @property
+    def keeps_original(self) -> bool:
+        """Whether the original is in memory beside the model that is trained."""
+        return bool(self.kl_weight or self.hidden_weight) and not self.teacher_top
+
+    @property
     def teacher_cache(self) -> Path:
         """The folder of --teacher-top's cache."""
         return self.teacher or self.out / "teacher"

@@ -33,6 +33,7 @@ from ladder.comm.link import LINKS, Link
 from ladder.comm.timed import Timed
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
+from ladder.files import write_text
 from ladder.model import Decoder
 
 WARM_UP = 3
@@ -220,7 +221,7 @@ def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
     traced.close()
     about = {**_about(setting, comm.size), **machine(device)}
     lines = [json.dumps({**asdict(step), **about}) for step in steps]
-    (setting.out / f"steps.rank{comm.rank}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(setting.out / f"steps.rank{comm.rank}.jsonl", "\n".join(lines) + "\n")
 
 
 def _about(setting: TraceSetting, tp: int) -> dict[str, Any]:
