@@ -93,6 +93,7 @@ function figure(id, title, words, panels, options = {}) {
 function table(parent, columns, cells, name) {
   const box = html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, parent);
   const made = html("table", {}, box), head = html("tr", {}, html("thead", {}, made)), body = html("tbody", {}, made);
+  scrollHint(box);
   let by = -1, direction = 1;
   const order = (a, b) => (a === null || b === null ? (a === null) - (b === null) : direction * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b))));
   const written = (value, { digits }) => (value === null ? "" : typeof value === "number" ? number(value, digits ?? undefined) : value);
