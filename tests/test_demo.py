@@ -30,7 +30,7 @@ from ladder.comm.base import Comm, Solo
 from ladder.comm.emulated import World
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.model import Decoder
 from ladder.perf.plan import predict
 
@@ -89,7 +89,7 @@ def test_what_is_said_without_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     assert "without any communication it would be 1.80 times" in plain
     assert "emulated: an all-reduce takes 2.00 ms, 1.17 times as long" in plain
     assert "60 tokens in 2.0 s: 30.0 tokens/s" in plain and "40 tokens in 2.0 s: 20.0 tokens/s" in plain
-    assert "no picture file: pictures need matplotlib: pip install 'ladder-residual[plot]'" in plain
+    assert f"no picture file: pictures need matplotlib: {install('plot')}" in plain
     assert all(command in text for command, _ in screen.NEXT)
     rows = [line for line in text.splitlines() if line.startswith(("compute ", "link "))]
     assert len(rows) == 4 and all(set(row[10:]) <= {*LETTERS.values(), " "} for row in rows)
@@ -223,7 +223,7 @@ def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "emulated (nvlink_nccl)" in text and "random" in text and "ladder doctor" in text
     refused = Console(file=io.StringIO(), width=140)
     gpu.demo_gpu(options, refused, measure, refuse)
-    assert "no timeline: pictures need matplotlib: pip install 'ladder-residual[plot]'" in refused.file.getvalue()  # type: ignore[attr-defined]
+    assert f"no timeline: pictures need matplotlib: {install('plot')}" in refused.file.getvalue()  # type: ignore[attr-defined]
     written = Console(file=io.StringIO())
     gpu.demo_gpu(DemoOptions(device="cuda", json=True), written, measure)
     lines = [json.loads(line) for line in written.file.getvalue().splitlines()]  # type: ignore[attr-defined]
@@ -256,7 +256,7 @@ def finished() -> Found:
 
 
 def refuse(*_: Any) -> None:
-    raise LadderError("pictures need matplotlib: pip install 'ladder-residual[plot]'")
+    raise LadderError(f"pictures need matplotlib: {install('plot')}")
 
 
 def alive(process: Process) -> bool:

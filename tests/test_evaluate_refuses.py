@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.hf.evaluate import Arm, evaluate
 from ladder.hf.load import reason
 from tests.checkpoints import byte_tokenizer, tiny
@@ -116,7 +116,7 @@ def test_refused_tasks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_lm_eval(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
-    with pytest.raises(LadderError, match=re.escape("pip install 'ladder-residual[eval]'")):
+    with pytest.raises(LadderError, match=re.escape(install("eval"))):
         evaluate([Arm(str(checkpoint))], tasks=[write(tmp_path / "mc.jsonl", CHOICES)])
 
 

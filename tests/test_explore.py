@@ -18,7 +18,7 @@ import pytest
 
 from experiments import explorer_measurements
 from ladder.charts import library
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.explore import grid
 from ladder.explore.advice import KEEP, TOO_SLOW, advice
 from ladder.explore.answers import Answers
@@ -112,7 +112,7 @@ def test_refusals(run: Callable[..., tuple[int, str, str]], flags: list[str], re
 def test_without_the_library(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     status, _, err = run("explore", "--no-open")
-    assert status == 2 and "pip install 'ladder-residual[plot]'" in err
+    assert status == 2 and install("plot") in err
 
 
 def test_a_port_that_is_taken(run: Callable[..., tuple[int, str, str]]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ladder.client.endpoint import Endpoint
 from ladder.client.stream import Events, read_piece
 from ladder.client.transport import Chunks
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.load.arrivals import Arrivals
 from ladder.load.exchange import Outcome
 from ladder.load.lengths import Lengths
@@ -404,7 +404,7 @@ def test_no_proxy_for_this_machine() -> None:
 def test_without_httpx(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     status, out, err = run("load", "localhost:1")
-    assert (status, out) == (2, "") and "needs httpx: pip install 'ladder-residual[load]'" in err
+    assert (status, out) == (2, "") and f"needs httpx: {install('load')}" in err
 
 
 # --- the wire format ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ladder.bench.machine import machine
 from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
 from ladder.data.texts import tokenize
+from ladder.errors import install
 from ladder.model import Decoder
 from ladder.scan.scan import scan, scan_sequences, sizes
 from ladder.scan.target import TargetMachine
@@ -225,4 +226,4 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert sentence in err and err.startswith("ladder: ") and err.count("\n") == 1, err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = run("scan", folder / "m", "--data", folder / "text", "--plot", tmp_path / "scan.png")
-    assert (status, err) == (2, "ladder: pictures need matplotlib: pip install 'ladder-residual[plot]'\n")
+    assert (status, err) == (2, f"ladder: pictures need matplotlib: {install('plot')}\n")

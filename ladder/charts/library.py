@@ -8,13 +8,15 @@ from struct import pack, unpack
 from typing import Any
 
 from ladder.charts.theme import config
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.files import write_bytes, write_text
 
 _SCALE = 2  # pixels of a picture for each of the chart's
 
 
-MISSING = "charts need vl-convert-python: pip install 'ladder-residual[plot]'"
+def missing() -> str:
+    """What is said where the package is not there."""
+    return f"charts need vl-convert-python: {install('plot')}"
 
 
 def installed() -> bool:
@@ -24,7 +26,7 @@ def installed() -> bool:
 def load_library() -> Any:
     """The package, or the error that says how to install it."""
     if not installed():
-        raise LadderError(MISSING)
+        raise LadderError(missing())
     import vl_convert
 
     return vl_convert

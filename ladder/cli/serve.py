@@ -12,7 +12,7 @@ from ladder.cli.verbs import verb, weights_bar
 from ladder.config.early import check_model_named
 from ladder.engine.early import prepared
 from ladder.engine.options import EngineOptions
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.server.options import ServerOptions
 
 
@@ -53,7 +53,7 @@ def serve(
     try:
         from ladder.server import run
     except ModuleNotFoundError as error:
-        raise LadderError(f"serving needs {error.name}: pip install 'ladder-residual[serve]'") from None
+        raise LadderError(f"serving needs {error.name}: {install('serve')}") from None
     from ladder.engine.setup import Setup
 
     setup = Setup(options)

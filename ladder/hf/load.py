@@ -20,7 +20,7 @@ from ladder.config.early import check_model_named
 from ladder.config.fields import ADAPTER, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
 from ladder.devices import computing_dtype, device
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.perf.memory import check_host, free_bytes
 
 SURELY = 16  # a model surely fits where its files and the bytes for each weight multiply to this share of what is free
@@ -40,7 +40,7 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
         options |= {"trust_remote_code": False, "local_files_only": local}
         if auto.__name__.startswith("AutoModel"):
             if (Path(name) / ADAPTER).exists() and find_spec("peft") is None:
-                raise LadderError(f"{name} has an adapter, which needs peft: pip install 'ladder-residual[train]'")
+                raise LadderError(f"{name} has an adapter, which needs peft: {install('train')}")
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
             each = _bytes_each(config, options.get("dtype"))
             check_weights(auto, name, config, each, "use a smaller model, or a narrower --dtype")

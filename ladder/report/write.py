@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.charts.library import MISSING, installed
+from ladder.charts.library import installed, missing
 from ladder.charts.looks import looks
 from ladder.files import check_folder, write_text
 from ladder.report.figures import frontier, latency, throughput
@@ -38,6 +38,6 @@ def report(inputs: Sequence[Path], out: Path) -> list[Path]:
     html = out / "report.html"
     write_text(html, page(lines, figures, arms))
     if not installed():
-        logging.getLogger(__name__).warning("%s; the page has its tables without them", MISSING)
+        logging.getLogger(__name__).warning("%s; the page has its tables without them", missing())
         return [html]
     return [html, *pictures(figures, lines.lanes, arms, out)]

@@ -15,7 +15,7 @@ from ladder.config import ModelConfig
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.data.shards import Shards
 from ladder.engine.executors.torchrun import torchrun_rank
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.convert import convert
@@ -132,7 +132,7 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     if options.method == "side":
         SideConfig(reduction=options.reduction).shape(config)
     if options.method == "lora" and find_spec("peft") is None:
-        raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
+        raise LadderError(f"--method lora needs peft: {install('train')}")
     if options.init_from is not None:
         check_init_from(options.init_from, config, wiring, options.ranks)
         config = pretrained(AutoConfig, str(options.init_from))

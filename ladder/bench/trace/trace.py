@@ -26,7 +26,7 @@ from ladder.bench.machine import machine
 from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks
 from ladder.bench.trace.lanes import Span, Step, draw
-from ladder.charts.library import MISSING, installed
+from ladder.charts.library import installed, missing
 from ladder.checkpoint import Source, load
 from ladder.comm.base import Comm, Pending
 from ladder.comm.link import LINKS, Link
@@ -253,5 +253,5 @@ def trace(setting: TraceSetting, tp: int) -> list[Step]:
     if installed():
         draw(steps, f"{what}; {link}", setting.out / "lanes.png")
     else:
-        logging.getLogger(__name__).warning("no picture: %s", MISSING)
+        logging.getLogger(__name__).warning("no picture: %s", missing())
     return steps
