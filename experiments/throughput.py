@@ -63,6 +63,7 @@ class Theirs:
     name = "vllm"
 
     def __init__(self, directory: Path, context: int) -> None:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # torch may have started CUDA in this process
         from vllm import SamplingParams as Params  # type: ignore[import-not-found]
         from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]

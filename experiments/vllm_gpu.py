@@ -4,24 +4,24 @@ python -m experiments.vllm_gpu tokens                       # the embedded model
 python -m experiments.vllm_gpu speed [SIZE [BATCH ...]]     # milliseconds per token: both engines, standard and ladder
 python -m experiments.vllm_gpu quantized                    # fp8 and int4 by vLLM's kernels and by ours: agreement
 
-JSON lines. Each engine runs in a process of its own, one after the other, with all of vLLM in it (no engine core beside
-it); the plugin is registered by hand, so this package need not be installed. Weights of `speed` are random.
+JSON lines. Each engine runs in a process of its own, with all of vLLM in it (no engine core beside it), and is measured
+alone; the plugin is registered by hand, so this package need not be installed. Weights of `speed` are random. Without a
+GPU `tokens` and `quantized` run on vLLM for CPUs.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from experiments.children import measured, ready, report
 from experiments.generate_gpu import fill, ms_per_token, sparse_checkpoint
 from ladder import LLM, SamplingParams
 from ladder.bench.machine import machine
@@ -33,10 +33,16 @@ from ladder.quantize.options import QuantizeOptions
 from ladder.quantize.write import quantize
 
 PROMPT, SHORT, LONG, REPEATS = 512, 16, 144, 3
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+AT_ONCE, LARGE_AT_ONCE = (5, 3) if DEVICE != "cpu" else (1, 1)  # engines that start together
+CACHE = 8.0  # GB for keys and values: of every engine
 SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 SWITCHES |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # which would be compiled first
+SWITCHES |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
 SIZES: dict[str, Any] = {"hidden": 1024, "layers": 8, "heads": 8, "kv_heads": 2, "ffn": 2816, "vocab": 32000}
-TOKENS = 64  # that are compared
+SIZES |= {} if DEVICE != "cpu" else {"hidden": 256, "heads": 4, "ffn": 512, "vocab": 1000}
+TOKENS = 64 if DEVICE != "cpu" else 16  # that are compared
+MODULE = "experiments.vllm_gpu"
 Ids = list[list[int]]
 
 
@@ -48,8 +54,10 @@ def vllm(directory: Path, **more: Any) -> Any:
 
     register()
     given = {"model": str(directory), "skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0}
-    given |= {"enable_prefix_caching": False, "max_model_len": 1024, "gpu_memory_utilization": 0.6}
-    given |= {"enable_flashinfer_autotune": False, "attention_config": {"backend": "FLASH_ATTN"}}
+    given |= {"enable_prefix_caching": False, "max_model_len": 1024}
+    if DEVICE != "cpu":
+        given |= {"enable_flashinfer_autotune": False, "attention_config": {"backend": "FLASH_ATTN"}}
+        given |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(CACHE * 1e9)}
     return Vllm(**{**given, **more})
 
 
@@ -95,36 +103,71 @@ def agreement(directory: Path, prompts: Ids, answers: Ids) -> dict[str, float]:
     one, in nats, those are that it would not.
     """
     source = Directory(directory)
-    model = load(Decoder(source.config, device="cuda", dtype=torch.float32), source)
+    model = load(Decoder(source.config, device=DEVICE, dtype=torch.float32), source)
     same, worst = 0, 0.0
     with torch.inference_mode():
         for prompt, ids in zip(prompts, answers, strict=True):
-            table = model(torch.tensor([[*prompt, *ids]], device="cuda"))[0, len(prompt) - 1 : -1].float()
-            best, chosen = table.max(-1), table.gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0]
+            table = model(torch.tensor([[*prompt, *ids]], device=DEVICE))[0, len(prompt) - 1 : -1].float()
+            best, chosen = table.max(-1), table.gather(-1, torch.tensor(ids, device=DEVICE)[:, None])[:, 0]
             same += sum(one == other for one, other in zip(best.indices.tolist(), ids, strict=True))
             worst = max(worst, float((best.values - chosen).max()))
     return {"agreement": round(same / sum(map(len, answers)), 4), "worst_gap_nats": round(worst, 4)}
 
 
-def child_tokens(directory: str, dtype: str) -> dict[str, Any]:
-    backend = {"attention_config": {"backend": "TRITON_ATTN"}} if dtype == "float32" else {}
-    llm = vllm(Path(directory), dtype=dtype, max_num_seqs=32, **backend)
+def child_tokens(directory: str, dtype: str, lanes: str) -> dict[str, Any]:
+    attention = {"attention_config": {"backend": "TRITON_ATTN"}}  # FlashAttention has no float32
+    own: dict[str, Any] = attention if DEVICE != "cpu" and dtype == "float32" else {}
+    own["additional_config"] = {"ladder": {"lanes": int(lanes)}}
+    llm = vllm(Path(directory), dtype=dtype, max_num_seqs=32, **own)
+    ready()
     answers = continued(llm, prompts_of(ModelConfig.from_directory(Path(directory)).vocab), TOKENS)
     return {"answers": answers, **graphs(llm)}
 
 
+def native(directory: Path, dtype: str, prompts: Ids) -> Ids:
+    """Our engine's greedy continuations."""
+    with LLM(directory, dtype=dtype, device=DEVICE, max_num_seqs=32, memory=4.0) as llm:
+        results = llm.generate(prompts, SamplingParams(max_new_tokens=TOKENS, ignore_eos=True))
+        return [list(result.token_ids) for result in results]
+
+
+def compared(directory: Path, prompts: Ids, theirs: Ids, ours: Ids) -> dict[str, Any]:
+    """Two engines' continuations: how many are equal; and both beside our decoder in float32."""
+    found: dict[str, Any] = {"prompts": len(prompts), "tokens": TOKENS}
+    found["equal"] = sum(one == other for one, other in zip(theirs, ours, strict=True))
+    for name, answers in (("vllm", theirs), ("native", ours)):
+        found |= {f"{name}_{key}": value for key, value in agreement(directory, prompts, answers).items()}
+    return found
+
+
+def random_model(directory: Path, wiring: str, dtype: str = "bfloat16") -> Path:
+    config = ModelConfig(**SIZES, dtype=dtype).rewired(wiring)
+    save(load(Decoder(config), Random(seed=5, deviation=0.05)), directory)
+    return directory
+
+
 def tokens() -> None:
-    config = ModelConfig.from_directory(EMBEDDED)
-    prompts = prompts_of(config.vocab)
-    for dtype in ("float32", "bfloat16"):
-        found = child("tokens", str(EMBEDDED), dtype)
-        with LLM(EMBEDDED, dtype=dtype, device="cuda:0", max_num_seqs=32, memory=4.0) as llm:
-            params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-            ours = [list(result.token_ids) for result in llm.generate(prompts, params)]
-        equal = sum(one == other for one, other in zip(found["answers"], ours, strict=True))
-        line = {"measure": "vllm_tokens", "model": "embedded", "wiring": str(config.wiring), "dtype": dtype}
-        line |= {"prompts": len(prompts), "equal": equal, "cudagraph_mode": found["cudagraph_mode"]}
-        say({**line, **agreement(EMBEDDED, prompts, found["answers"])})
+    with tempfile.TemporaryDirectory() as folder:
+        wirings = [
+            "standard",
+            "ladder",
+            "ladder-1-2",
+            "parallel-1",
+            "standard:4 ladder:4",
+        ]  # the first: vLLM's own model
+        random = [random_model(Path(folder) / str(at), wiring) for at, wiring in enumerate(wirings)]
+        arms = [(directory, "float32", 1) for directory in random]
+        if DEVICE != "cpu":  # where vLLM has no kernel for heads of 40 numbers, nor a second lane
+            arms += [(EMBEDDED, "float32", 1), (EMBEDDED, "bfloat16", 1), (EMBEDDED, "bfloat16", 2)]
+            arms += [(random[1], "float32", 2), (random[1], "bfloat16", 1), (random[0], "bfloat16", 1)]
+        given = [["tokens", str(directory), dtype, str(lanes)] for directory, dtype, lanes in arms]
+        for (directory, dtype, lanes), found in zip(arms, measured(MODULE, given, AT_ONCE, SWITCHES), strict=True):
+            config = ModelConfig.from_directory(directory)
+            prompts = prompts_of(config.vocab)
+            line = {"measure": "vllm_tokens", "model": "embedded" if directory == EMBEDDED else "random"}
+            line |= {"wiring": str(config.wiring), "dtype": dtype, "lanes": lanes}
+            line |= compared(directory, prompts, found.pop("answers"), native(directory, dtype, prompts))
+            say({**line, **found})
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
@@ -132,7 +175,7 @@ def tokens() -> None:
 ARMS: dict[str, dict[str, Any]] = {
     "vllm standard": {},  # vLLM's own model and choices: torch.compile, full and piecewise graphs
     "vllm standard, no compiler": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "vllm ladder": {"wiring": "ladder"},
+    "vllm ladder": {"wiring": "ladder", "additional_config": {"ladder": {"lanes": 1}}},
     "vllm ladder, two lanes": {"wiring": "ladder", "additional_config": {"ladder": {"lanes": 2}}},
     "native standard": {"native": "standard"},
     "native ladder": {"native": "ladder"},
@@ -145,19 +188,21 @@ def child_speed(arm: str, size: str, batches: Sequence[int]) -> dict[str, Any]:
         directory = Path(folder) / "model"
         if (native := options.pop("native", None)) is not None:
             sparse_checkpoint(size, directory)
-            with LLM(directory, wiring=native, device="cuda:0", max_num_seqs=max(batches), memory=40.0) as llm:
+            with LLM(directory, wiring=native, device=DEVICE, max_num_seqs=max(batches), memory=CACHE) as llm:
                 fill(llm._executor._runner._passes._model)  # type: ignore[attr-defined]
+                ready()
                 return {"ms": {batch: ms_per_token(llm, batch, "greedy") for batch in batches}}
         directory.mkdir()
         config = ModelConfig.named(size).rewired(options.pop("wiring", "standard"))
         (directory / "config.json").write_text(json.dumps(replace(config, dtype="bfloat16").to_hf()))
         llm = vllm(directory, load_format="dummy", max_num_seqs=max(batches), **options)
+        ready()
         return {"ms": {batch: vllm_ms_per_token(llm, batch) for batch in batches}, **graphs(llm)}
 
 
 def speed(size: str, batches: Sequence[int]) -> None:
-    for arm in ARMS:
-        found = child("speed", arm, size, *map(str, batches))
+    arms = [["speed", arm, size, *map(str, batches)] for arm in ARMS]
+    for arm, found in zip(ARMS, measured(MODULE, arms, LARGE_AT_ONCE, SWITCHES), strict=True):
         for batch, ms in found.pop("ms").items():
             line = {"measure": "vllm_speed", "size": size, "tp": 1, "arm": arm, "batch": int(batch), "prompt": PROMPT}
             say({**line, "repeats": REPEATS, "ms_per_token": round(ms, 4), **found})
@@ -168,40 +213,23 @@ def speed(size: str, batches: Sequence[int]) -> None:
 
 def quantized() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "plain"
-        config = ModelConfig(**SIZES, dtype="bfloat16").rewired("ladder")
-        save(load(Decoder(config), Random(seed=5, deviation=0.05)), plain)
-        prompts = prompts_of(config.vocab)
-        for name in ("fp8", "int4"):
-            directory = Path(folder) / name
+        plain = random_model(Path(folder) / "plain", "ladder")
+        prompts = prompts_of(SIZES["vocab"])
+        made = {name: Path(folder) / name for name in ("fp8", "int4")}
+        for name, directory in made.items():
             quantize(QuantizeOptions(model=plain, out=directory, format=name), lambda *_: None)
-            found = child("tokens", str(directory), "bfloat16")
-            line = {"measure": "vllm_quantized", "weights": name, "wiring": "ladder", "prompts": len(prompts)}
-            say({**line, **agreement(directory, prompts, found["answers"])})
+        arms = [["tokens", str(directory), "bfloat16", "1"] for directory in made.values()]
+        for (name, directory), found in zip(made.items(), measured(MODULE, arms, AT_ONCE, SWITCHES), strict=True):
+            line = {"measure": "vllm_quantized", "weights": name, "wiring": "ladder"}
+            line |= compared(directory, prompts, found.pop("answers"), native(directory, "bfloat16", prompts))
+            say({**line, **found})
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def child(*arguments: str, module: str = "experiments.vllm_gpu") -> dict[str, Any]:
-    """One engine in a process of its own: what it reports last."""
-    command = [sys.executable, "-m", module, "--child", *arguments]
-    done = subprocess.run(command, env={**os.environ, **SWITCHES}, stdout=subprocess.PIPE, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        raise SystemExit(f"{' '.join(arguments)} failed: status {done.returncode}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
-
-
-def report(found: dict[str, Any]) -> NoReturn:
-    """The end of a child: an engine inside a process may take long to be taken apart."""
-    print(json.dumps(found), flush=True)
-    os._exit(0)
-
-
 def say(line: dict[str, Any]) -> None:
-    print(json.dumps({**line, **machine(torch.device("cuda", 0))}), flush=True)
+    print(json.dumps({**line, **machine(torch.device(DEVICE))}), flush=True)
 
 
 def main(given: Sequence[str]) -> None:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.vllm_gpu import child, continued, graphs, report, say, vllm, vllm_ms_per_token
+from experiments.children import measured, ready, report
+from experiments.vllm_gpu import SWITCHES, continued, graphs, say, vllm, vllm_ms_per_token
 from ladder.comm.link import Link
 from ladder.comm.one_rank import OneRank
 from ladder.config import ModelConfig
@@ -31,6 +32,8 @@ RANKS = 8
 WIRINGS = ("standard", "ladder", "parallel-1")
 LINKS = ("nvlink_oneshot", "nvlink_nccl", "pcie_shm_tp8")  # 8, 24 and 62 us
 KERNEL = "_emulate_all_reduce"
+MODULE = "experiments.vllm_overlap"
+AT_ONCE = 4  # ranks that start together
 
 
 class OneOfMany:
@@ -76,7 +79,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
-def measured(size: str, wiring: str, link: str | None, batches: list[int], trace: Path | None) -> dict[str, Any]:
+def timed(size: str, wiring: str, link: str | None, batches: list[int], trace: Path | None) -> dict[str, Any]:
     config = replace(ModelConfig.named(size), dtype="bfloat16")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.to_hf()))
@@ -84,7 +87,9 @@ def measured(size: str, wiring: str, link: str | None, batches: list[int], trace
         options: dict[str, Any] = {"hf_overrides": override, "load_format": "dummy", "max_num_seqs": max(batches)}
         options |= {"additional_config": {"emulated_link": link}, "worker_cls": "experiments.vllm_overlap.Worker"}
         options |= {"compilation_config": {"cudagraph_capture_sizes": sorted(batches)}}
+        options |= {"kv_cache_memory_bytes": int(2e9), "max_num_batched_tokens": 8192}
         llm = vllm(Path(folder), **options)
+    ready()
     found: dict[str, Any] = {"ms": {batch: vllm_ms_per_token(llm, batch) for batch in batches}, **graphs(llm)}
     if trace is not None and link is not None:
         found["computing_meanwhile"] = {
@@ -131,36 +136,31 @@ def covered(own: list[tuple[float, float]], others: list[tuple[float, float]]) -
 def compare(size: str, batches: list[int], links: list[str], trace: Path | None) -> None:
     config = ModelConfig.named(size)
     base: dict[tuple[str, int], float] = {}
-    for link in (None, *links):
-        for wiring in WIRINGS:
-            given = [size, wiring, link or "none", str(trace or ""), *map(str, batches)]
-            found = child(*given, module="experiments.vllm_overlap")
-            for text, ms in found["ms"].items():
-                batch = int(text)
-                line = {"measure": "vllm_overlap", "size": size, "tp": RANKS, "wiring": wiring, "batch": batch}
-                line |= {
-                    "link": "none" if link is None else "emulated",
-                    "link_name": link,
-                    "ms_per_token": round(ms, 4),
-                }
-                line |= {"cudagraph_mode": found["cudagraph_mode"]}
-                if link is None:
-                    base[wiring, batch] = ms
-                else:
-                    count = config.rewired(wiring).wiring.all_reduces()
-                    spent = count * Link.parse(link).seconds(batch * config.hidden * 2) * 1e3
-                    line["all_reduces_ms"] = round(spent, 4)
-                    line["hidden"] = round(1 - (ms - base[wiring, batch]) / spent, 4)
-                if "computing_meanwhile" in found:
-                    line["computing_meanwhile"] = found["computing_meanwhile"][text]
-                say(line)
+    cells = [(link, wiring) for link in (None, *links) for wiring in WIRINGS]
+    arms = [[size, wiring, link or "none", str(trace or ""), *map(str, batches)] for link, wiring in cells]
+    for (link, wiring), found in zip(cells, measured(MODULE, arms, AT_ONCE, SWITCHES), strict=True):
+        for text, ms in found["ms"].items():
+            batch = int(text)
+            line = {"measure": "vllm_overlap", "size": size, "tp": RANKS, "wiring": wiring, "batch": batch}
+            line |= {"link": "none" if link is None else "emulated", "link_name": link, "ms_per_token": round(ms, 4)}
+            line["cudagraph_mode"] = found["cudagraph_mode"]
+            if link is None:
+                base[wiring, batch] = ms
+            else:
+                count = config.rewired(wiring).wiring.all_reduces() + 1  # and that of the embedding
+                spent = count * Link.parse(link).seconds(batch * config.hidden * 2) * 1e3
+                line["all_reduces_ms"] = round(spent, 4)
+                line["hidden"] = round(1 - (ms - base[wiring, batch]) / spent, 4)
+            if "computing_meanwhile" in found:
+                line["computing_meanwhile"] = found["computing_meanwhile"][text]
+            say(line)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         size, wiring, link, trace, *batches = sys.argv[2:]
         own = None if link == "none" else link
-        report(measured(size, wiring, own, [int(each) for each in batches], Path(trace) if trace else None))
+        report(timed(size, wiring, own, [int(each) for each in batches], Path(trace) if trace else None))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--size", default="llama-3-70b")
     parser.add_argument("--batch", type=int, action="append")

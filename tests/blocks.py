@@ -9,8 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LANGUAGES = ("sh", "python", "text")  # of blocks; those of text are looked at by nobody
 PROGRAMS = ("ladder", "python", "torchrun", "make", "pip", "vllm")
-INDENTED = re.compile(rf"(?:^    (?:{'|'.join(PROGRAMS)}) \S.*\n(?:    .*\n)*)+", re.MULTILINE)
+# that would begin a command, too
+OTHERS = ("apt", "cd", "conda", "curl", "docker", "export", "git", "kubectl", "ray", "ssh", "sudo", "uv", "wget")
+INDENTED = re.compile(rf"(?:^    (?:{'|'.join(PROGRAMS + OTHERS)}) \S.*\n(?:    .*\n)*)+", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -1,85 +1,52 @@
 """Every command and every Python block of README.md and docs/ is run, with small stand-ins for what they name.
 
-What takes a GPU, several processes, a server or minutes is parsed by the real command line.
+What takes processes of its own is in tests/test_commands_processes.py; what is not run, and why: KINDS in
+tests/commands.py.
 """
 
-import json
+import os
 import re
-import shlex
 import shutil
+import signal
+import threading
 import tomllib
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from urllib.request import urlopen
 
-import pyarrow.parquet
+import datasets
 import pytest
 import torch
 import typer
-from torch.distributed.run import get_args_parser
-from transformers import ViTForImageClassification
 
-from examples import images
 from ladder.cli import app
-from ladder.data.texts import tokenize
-from ladder.hf.convert import convert
-from ladder.quantize.options import QuantizeOptions
-from ladder.quantize.write import quantize
-from tests.blocks import PAGES, PROGRAMS, ROOT, Block, blocks, commands, without_code
-from tests.scripts import example
+from tests.blocks import FENCE, LANGUAGES, PAGES, PROGRAMS, ROOT, Block, blocks, commands, without_code
+from tests.commands import KINDS, kind, ladder_commands, made, of_kind, put, small, stand_ins
 
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of libraries; every program here is tested elsewhere, too
-# appended to a verb's options, of which the last one counts: it then takes a second
-SMALL = {
-    "generate": ["--max-new-tokens", "2"],
-    "convert": [],
-    "data": [],
-    "plan": [],
-    "quantize": ["--tokens", "256", "--batch", "2"],
-    "fit": ["--tokens", "256", "--batch", "2", "--dtype", "float32", "--device", "cpu"],
-    "scan": ["--tokens", "128", "--seq-len", "64", "--batch", "2", "--points", "2"],
-    "adapt": ["--tokens", "256", "--batch", "2", "--eval-tokens", "128", "--device", "cpu"],
-    "eval": ["--limit", "2", "--window", "64"],
-}
-# patterns for models of other depths than the stand-in's four layers
-WORDS = {"standard:16 ladder:16": "standard:2 ladder:2", "standard:15 ladder:15": "ladder"}
-# what is not run, and why
-PARSED: dict[str, Callable[[list[str]], bool]] = {
-    "several processes": lambda words: "--tp" in words and words[1] not in ("plan", "tune", "generate"),
-    "a server or an endpoint": lambda words: words[1] in ("serve", "chat", "load"),
-    "minutes": lambda words: words[1] in ("bench", "train", "trace", "report", "explore", "demo"),
-    "a GPU": lambda words: words[1] == "tune" or "cuda" in words,
-    "images": lambda words: "images.safetensors" in words,
-    "a task of the network": lambda words: "hellaswag" in words,
-}
+LADDER = ladder_commands()
+RUN, GPU = of_kind("ladder"), of_kind("gpu")
+HELLASWAG = {"ind": 1, "activity_label": "Rain", "ctx_a": "It rained.", "ctx_b": "he", "label": "0"}
+HELLASWAG |= {"endings": ["got wet.", "stayed dry.", "slept.", "sang."], "split": "val", "source_id": "x"}
+seen: list[str] = []  # what `look` has seen
 
 
 def verbs() -> list[str]:
     return list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
-def ladder_commands() -> dict[str, list[str]]:
-    """By page and line: also those that torchrun starts."""
-    found = {}
-    for block, words in commands():
-        if words[0] == "ladder":
-            found[str(block)] = words
-        elif words[0] == "torchrun":
-            found[f"{block} torchrun"] = ["ladder", *words[words.index("ladder") + 1 :]]
-    return found
-
-
-LADDER = ladder_commands()
-RUN = {  # each once, wherever it stands
-    shlex.join(words): words
-    for place, words in LADDER.items()
-    if "torchrun" not in place and not any(reason(words) for reason in PARSED.values())
-}
-CUDA = [place for place, words in LADDER.items() if PARSED["a GPU"](words)]
-
-
 def test_there_are_commands() -> None:
-    assert len(LADDER) > 60 and len(RUN) > 30 and len(CUDA) > 5
+    assert len(LADDER) > 70 and len(RUN) > 50 and len(GPU) > 5
+
+
+def test_every_command_is_of_a_known_kind() -> None:
+    """Else somebody decides how a test runs it, or why none can."""
+    assert {kind(words) for _, words in commands()} == set(KINDS)
+    texts = [page.read_text() for page in PAGES]
+    assert {found[1] for text in texts for found in FENCE.finditer(text)} <= set(LANGUAGES)
+    assert not [str(block) for block, words in commands() if {"|", "&&", ";", "&", "<"} & set(words)]  # for a shell
 
 
 def test_where_commands_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,63 +80,92 @@ def test_verbs_in_prose_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that commands read, by the names that the pages use."""
-    folder = tmp_path_factory.mktemp("commands")
-    example("tiny_checkpoint", folder / "DIR")
-    convert(str(folder / "DIR"), folder / "OUT", "ladder")
-    shutil.copytree(folder / "OUT", folder / "FITTED")
-    quantize(QuantizeOptions(folder / "OUT", folder / "QUANTIZED", format="int8"))
-    (folder / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
-    (folder / "prompts.txt").write_text("Once upon a time\nIt was a dark night\n")
-    (folder / "more.jsonl").write_text(json.dumps({"text": "and the rain fell in torrents " * 20}) + "\n")
-    (folder / "mine.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n")
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a text " * 40]}), folder / "wiki.parquet")
-    tokenize([folder / "book.txt"], folder / "TEXT", str(folder / "DIR"))
-    ViTForImageClassification(images.config(layers=2)).save_pretrained(folder / "VIT")
-    return folder
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_ins(tmp_path_factory.mktemp("commands"))
 
 
 @pytest.fixture
-def here(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, with a copy of every stand-in."""
-    for path in stand_ins.iterdir():
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+def here(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, with everything that commands read; stand-ins for the network, a user and a browser, too."""
+    put(given, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", hub(datasets.load_dataset))
+    monkeypatch.setattr("sys.stdin", StringIO("Once upon a time\n"))
+    monkeypatch.setattr("webbrowser.open", look)
     return tmp_path
+
+
+def hub(load: Callable[..., object]) -> Callable[..., object]:
+    """`datasets.load_dataset`, for which the network has one small data set."""
+
+    def load_dataset(path: str, *names: object, **options: object) -> object:
+        if path != "Rowan/hellaswag":
+            return load(path, *names, **options)
+        rows = datasets.Dataset.from_list([HELLASWAG] * 3)
+        return datasets.DatasetDict({"train": rows, "validation": rows})
+
+    return load_dataset
+
+
+def look(url: str) -> bool:
+    """A browser that asks for the page; then its user presses Ctrl-C."""
+
+    def ask() -> None:
+        try:
+            with urlopen(url, timeout=60) as answer:
+                seen.append(answer.read().decode())
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=ask).start()
+    return True
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("command", RUN)
 def test_it_runs(run: Run, here: Path, command: str) -> None:
-    words = [WORDS.get(word, word) for word in RUN[command][1:]]
-    made = words[2] if words[0] in ("convert", "fit", "adapt", "quantize") else words[1] if words[0] == "data" else None
-    if made and Path(made).exists():
-        shutil.rmtree(made)  # the page makes it anew
-    small = SMALL.get(words[0], [])
-    if words[0] == "quantize" and "--calibrate" not in words:
-        small = []
-    status, out, err = run(*words, *small)
+    """It says or writes something; a report, a picture or a model is there in the end."""
+    words = small(RUN[command])
+    if (out := made(words)) is not None:
+        remove(out)  # the page makes it anew
+    status, said, err = run(*words[1:])
     assert status == 0, err
-    assert out.strip() or made or "--out" in words
-    if made:
-        assert any(Path(made).iterdir())
+    assert "Traceback" not in err
+    assert said.strip() or out is not None
+    if out is not None:
+        assert any(out.iterdir()) if out.is_dir() else out.stat().st_size
+    if words[1:] == ["explore"]:
+        assert re.search(r"exploring at http://127.0.0.1:\d+", said) and "stopped" in said
+        assert "<html" in seen.pop() and not seen
+
+
+def test_images(run: Run, here: Path) -> None:
+    """The page about other models, from its first block to its last, with a vision transformer of two layers."""
+    remove(here / "DIR")
+    (here / "VIT").rename("DIR")
+    page = ROOT / "docs" / "families.md"
+    space: dict[str, object] = {"__name__": "page", "pixels": torch.zeros(12, 1, 12, 12)}
+    for found in ("OUT", "FITTED"):
+        remove(here / found)
+    for block in blocks("python", [page]):
+        exec(compile(block.text, str(block), "exec"), space)
+    images = [words for _, words in commands([page])]
+    assert [words[1] for words in images] == ["fit", "adapt"]
+    for words in images:
+        status, _, err = run(*small(words)[1:])
+        assert status == 0 and any(Path(words[3]).iterdir()), err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and they would use it")
-@pytest.mark.parametrize("place", CUDA)
-def test_without_a_gpu_it_says_so(run: Run, here: Path, place: str) -> None:
-    status, _, err = run(*LADDER[place][1:])
+@pytest.mark.parametrize("command", GPU)
+def test_without_a_gpu_it_says_so(run: Run, here: Path, command: str) -> None:
+    status, _, err = run(*GPU[command][1:])
     assert status == 2
     assert "gpu" in err.lower() or "cuda" in err.lower()
     assert len(err.splitlines()) == 1
-
-
-def test_torchrun_takes_its_options() -> None:
-    found = [words for _, words in commands() if words[0] == "torchrun"]
-    for words in found:
-        given = get_args_parser().parse_args(words[1:])
-        assert given.module and given.training_script == "ladder"
-    assert len(found) > 4
 
 
 def test_programs_exist_and_know_their_options() -> None:

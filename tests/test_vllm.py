@@ -49,11 +49,19 @@ def test_settings(given: Any, expected: Settings) -> None:
 
 @pytest.mark.parametrize("given, why", [
     ({"lane": 2}, "unknown setting ladder.lane"), ({"lanes": 3}, "must be 1 or 2"), (2, "must be an object"),
-    ({"lanes": "2"}, "lanes must be int"), ({"reference": 1}, "reference must be bool"),
+    ({"lanes": "2"}, "lanes must be int or None"), ({"reference": 1}, "reference must be bool"),
 ])  # fmt: skip
 def test_settings_are_refused(given: Any, why: str) -> None:
     with pytest.raises(LadderError, match=why):
         Settings.read({"ladder": given})
+
+
+@pytest.mark.parametrize("settings, known, lanes", [
+    (Settings(), True, 2), (Settings(), False, 1), (Settings(reference=True), True, 1),
+    (Settings(lanes=1), True, 1), (Settings(lanes=2), False, 2),
+])  # fmt: skip
+def test_lanes(settings: Settings, known: bool, lanes: int) -> None:
+    assert settings.lanes_where(known) == lanes
 
 
 def test_a_vocabulary_that_is_shared_in_another_way() -> None:

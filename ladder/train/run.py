@@ -93,7 +93,7 @@ def run_training(
     it was trained, and whether this is the main rank. `out` is written to when all checks are made. `open_data`: of the
     options and the number of ranks; what it returns has sequences to evaluate on, `valid`.
     """
-    with quiet(), _compiling() if options.compiled else nullcontext():
+    with quiet(), _sharding(), _compiling() if options.compiled else nullcontext():
         args = arguments(options, out / folder.CHECKPOINTS)
         folder.newest_checkpoint(out / folder.CHECKPOINTS)  # a damaged one is refused before a model is read
         data = open_data(options, args.world_size)
@@ -144,6 +144,16 @@ def check_memory(what: str, count: int, each: float, options: TrainingOptions, s
         check_host(what, need * here, SMALLER)
     elif need > (room := USABLE * torch.cuda.mem_get_info()[0]):
         raise TooLarge(f"{what} needs {size_text(need)} on each GPU, which has {size_text(room)} to use: {SMALLER}")
+
+
+@contextmanager
+def _sharding() -> Iterator[None]:
+    """FSDP warns of views that layers return, since an in-place operation on them would lose a hook. Nothing is written
+    into the stream of a layer: two ranks train as one does (tests/test_train.py).
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        yield
 
 
 @contextmanager

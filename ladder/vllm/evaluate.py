@@ -17,7 +17,7 @@ from ladder.vllm.serve import check_installed, overrides_of
 
 def on_vllm(tp: int, dtype: str) -> Callable[[Arm, Any], AbstractContextManager[Any]]:
     """What makes of an arm and its tokenizer a model for lm-eval's tasks, on `tp` ranks."""
-    check_installed()
+    check_installed("evaluating")
     try:
         served = without_bars(importlib.import_module("lm_eval.models.vllm_causallms").VLLM)
     except (ImportError, PackageNotFoundError) as error:

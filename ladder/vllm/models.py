@@ -28,6 +28,7 @@ from ladder.vllm.versions import (
     captures_whole,
     get_pp_group,
     keep_partial,
+    suits_lanes,
     tensor_parallel_group,
 )
 from ladder.wiring import Wiring
@@ -47,8 +48,8 @@ class WiredModel(nn.Module):
         parts, inner = VLLM_FAMILIES[self.family].parts, self.model
         self._parts = parts = _without_second_norm(inner, parts) if self.wired.shared_norm else parts
         self._comm: Comm = Solo() if group.world_size == 1 else Group(group, overlap=not settings.reference)
-        self._lanes = settings.lanes
-        self._decoder = WiredDecoder(inner, parts, self.wired.blocks, self._comm, settings.lanes)
+        self._lanes = settings.lanes_where(suits_lanes(vllm_config))
+        self._decoder = WiredDecoder(inner, parts, self.wired.blocks, self._comm, self._lanes)
         for layer in self._decoder.layers:
             self._check_and_hook(layer.part(parts.attention), layer.part(parts.mlp))
         self._hidden = int(config.hidden_size)

@@ -110,10 +110,10 @@ def _number(passed: Sequence[str], *names: str) -> int:
     return int(text)
 
 
-def check_installed() -> None:
+def check_installed(what: str = "serving") -> None:
     """vLLM is here, and finds the plugin."""
     if find_spec("vllm") is None:
-        raise LadderError(f"serving on vLLM needs vllm: {install('vllm')}")
+        raise LadderError(f"{what} on vLLM needs vllm: {install('vllm')}")
     ours = [each.name for each in entry_points(group=GROUP) if each.value == PLUGIN]
     if not ours:
         raise LadderError("vLLM does not find the plugin: install this package beside vllm, by pip install .")

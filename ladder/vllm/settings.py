@@ -22,12 +22,18 @@ class Settings:
     """How wired models are computed."""
 
     reference: bool = False  # every all-reduce is waited for where it begins: no overlap, the same numbers
-    lanes: int = 1  # 2: sub-blocks that do not depend on each other at the same time, in captured decode steps
+    lanes: int | None = (
+        None  # 2: sub-blocks that do not depend on each other at the same time, in captured decode steps
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.lanes not in (1, 2):
+        if self.lanes not in (None, 1, 2):
             raise LadderError(f"ladder.lanes must be 1 or 2, not {self.lanes}")
+
+    def lanes_where(self, known: bool) -> int:
+        """`known`: the model is of a kind that two lanes have been measured with. Others take them if they are told."""
+        return self.lanes or (2 if known and not self.reference else 1)
 
     @classmethod
     def read(cls, additional: Any) -> "Settings":

@@ -45,8 +45,8 @@ class VerifyWired(VerifyAndUpdateConfig):
                 f"cudagraph_mode {compilation.cudagraph_mode.name} is made by vLLM's compiler, which wired models do "
                 "not use: leave it out, or set VLLM_USE_BREAKABLE_CUDAGRAPH=1"
             )
-        if settings.lanes > 1 and parallel.pipeline_parallel_size > 1:
+        if settings.lanes == 2 and parallel.pipeline_parallel_size > 1:
             raise LadderError("ladder.lanes is for models of one pipeline stage: leave it out")
-        if settings.lanes > 1 and settings.reference:
+        if settings.lanes == 2 and settings.reference:
             raise LadderError("ladder.reference computes one sub-block after the other: leave out ladder.lanes")
         default_modes(vllm_config)

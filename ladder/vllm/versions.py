@@ -19,7 +19,7 @@ from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
 __all__ = ["CompilationMode", "IntermediateTensors", "VerifyAndUpdateConfig", "VllmConfig", "get_pp_group"]
 __all__ += ["breaks_at_attention", "captures_whole", "default_modes", "foreign_parts", "keep_partial"]
-__all__ += ["register_architecture", "register_config", "tensor_parallel_group"]
+__all__ += ["register_architecture", "register_config", "suits_lanes", "tensor_parallel_group"]
 
 
 def register_config(model_type: str, config: type[Any]) -> None:
@@ -84,6 +84,15 @@ def default_modes(config: VllmConfig) -> None:
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is None and config.optimization_level > 0 and not is_breakable_cudagraph_enabled():
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def suits_lanes(config: VllmConfig) -> bool:
+    """Whether sub-blocks may run at the same time unasked: on one rank, where nothing but the layers' plain products
+    and attention runs. Kernels of experts, adapters and quantized layers may share memory that they work in.
+    """
+    alone = config.parallel_config.tensor_parallel_size == config.parallel_config.pipeline_parallel_size == 1
+    plain = config.quant_config is None and config.lora_config is None and not config.model_config.is_moe
+    return alone and plain
 
 
 def needs_compiler(config: VllmConfig) -> bool:

@@ -2,7 +2,12 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace as Given
+from typing import Any
 
+import pytest
+
+from ladder.vllm.versions import suits_lanes
 from tests.vllm.engines import engine
 from tests.vllm.references import CLOSE, apart, checkpoint, native, prompts
 
@@ -22,3 +27,20 @@ def test_the_reference_mode(tmp_path: Path) -> None:
         for wiring in ("ladder", "desync-2x"):
             found.rewire(wiring)
             assert apart(found.generate(prompts()), prompts(), partial(native, directory, wiring, 2)) < CLOSE
+
+
+@pytest.mark.parametrize("other, suits", [
+    ({}, True), ({"quant_config": Given()}, False), ({"lora_config": Given()}, False),
+    ({"model_config": Given(is_moe=True)}, False),
+    ({"parallel_config": Given(tensor_parallel_size=2, pipeline_parallel_size=1)}, False),
+    ({"parallel_config": Given(tensor_parallel_size=1, pipeline_parallel_size=2)}, False),
+])  # fmt: skip
+def test_where_two_lanes_are_taken_unasked(other: dict[str, Any], suits: bool) -> None:
+    config: Any = Given(
+        parallel_config=Given(tensor_parallel_size=1, pipeline_parallel_size=1),
+        model_config=Given(is_moe=False),
+        quant_config=None,
+        lora_config=None,
+    )
+    vars(config).update(other)
+    assert suits_lanes(config) is suits
