@@ -4,6 +4,7 @@ Of whatever a verb writes, a file or a folder, the folders above it are made whe
 written is refused before the work.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from ladder.errors import LadderError
 PICTURES = (".png", ".svg", ".pdf")  # endings of pictures that are written
 # what safetensors and torch.save say where the system refuses a write
 _IO_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "file write failed", "unexpected pos", "No space left")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, no more of a user's share, a larger file than is allowed
 
 
 def check_new(out: Path) -> None:
@@ -36,7 +38,8 @@ def new_folder(out: Path, suffix: str = ".partial") -> Iterator[Path]:
         raise LadderError(f"{folder} is there already, left by a run that was killed or is still at work: remove it")
     folder.mkdir(parents=True)
     try:
-        yield folder
+        with _naming(out):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -61,10 +64,11 @@ def replaced(file: Path) -> Iterator[Path]:
     partial = file.with_name(f"{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        yield partial
-        with partial.open("rb") as opened:
-            os.fsync(opened.fileno())
-        os.replace(partial, file)
+        with _naming(file):
+            yield partial
+            with partial.open("rb") as opened:
+                os.fsync(opened.fileno())
+            os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -140,12 +144,24 @@ def check_appendable(file: Path) -> None:
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What the system says of a full disk names no file: here it names what was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise OSError(f"{path} cannot be written, the disk may be full: {error.strerror}") from None
+
+
+@contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Where files of a library's are written below `folder`: a full disk is an OSError that says so, whatever error
     that library has for it.
     """
     try:
-        yield
+        with _naming(folder):
+            yield
     except (LadderError, OSError):
         raise
     except Exception as error:
@@ -170,7 +186,7 @@ class LineFile:
     def opened(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         """A function that appends a line. Each is in the file when it returns, and on the disk when the block ends."""
         self._out.parent.mkdir(parents=True, exist_ok=True)
-        with self._out.open("a+b") as file:
+        with _naming(self._out), self._out.open("a+b") as file:
             self._mend(file)
 
             def write(row: Mapping[str, Any]) -> None:

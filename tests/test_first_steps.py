@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ladder.checkpoint import SINGLE
 from ladder.config import ModelConfig
 from ladder.data.texts import tokenize
 from ladder.errors import LadderError
-from ladder.files import locked, writing
+from ladder.files import LineFile, locked, new_folder, write_text, writing
 from ladder.hf.load import reason
 from ladder.perf.memory import free_bytes, size_text
 from ladder.perf.schedule import hideable
@@ -161,6 +162,28 @@ def test_a_full_disk_costs_a_sentence(arguments: str, standard: Path, tokens: Pa
     done = limited(200_000, *(places.get(each, each) for each in arguments.split()))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert re.search("^ladder: .*out.* cannot be written, the disk may be full: ", done.stderr), done.stderr
+
+
+def _in_a_new_folder(out: Path) -> None:
+    with new_folder(out) as folder:
+        (folder / "shard.bin").write_bytes(bytes(300_000))
+
+
+@pytest.mark.parametrize("write", [
+    lambda out: write_text(out, "x" * 300_000),
+    lambda out: LineFile(out).append({"text": "x" * 300_000}),
+    _in_a_new_folder,
+], ids=["file", "lines", "folder"])  # fmt: skip
+def test_a_full_disk_names_what_was_written(write: Callable[[Path], None], tmp_path: Path) -> None:
+    """The system's own error, "[Errno 28] No space left on device", names nothing."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"^/.*/out cannot be written, the disk may be full: File too large$"):
+            write(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_only_errors_of_writing_are_taken_for_a_full_disk(tmp_path: Path) -> None:
