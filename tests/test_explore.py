@@ -2,9 +2,11 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -290,3 +292,14 @@ def test_a_file_that_is_not_finished_is_not_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("ladder.explore.grid.page", lambda *_: "whole")
     grid.write(offer, (), written, lambda *_: None)
     assert written.read_text() == "whole" and list(written.parent.iterdir()) == [written]
+
+
+def test_ctrl_c_ends_the_processes_that_make_a_file() -> None:
+    """At once, rather than when they have completed all; and they leave it to the one that started them."""
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), grid.workers(1) as submit:
+        assert signal.SIGINT in submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        submit(time.sleep, 50)
+        raise KeyboardInterrupt
+    assert time.monotonic() - start < 45

@@ -1,9 +1,11 @@
 """The explorer as one file: the answers to everything that it offers, computed before. No torch here."""
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,8 @@ def write(offer: Offer, inputs: Sequence[Path], path: Path, progress: Progress) 
         groups.setdefault(choice.frontier_key, []).append(choice)
     found: Found = {"answer": {}, "curve": {}, "frontier": {}, "refused": {}}
     done = 0
-    workers = min(len(groups), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        parts = [pool.submit(answered, offer, inputs, group) for group in groups.values()]
+    with workers(min(len(groups), os.cpu_count() or 1)) as submit:
+        parts = [submit(answered, offer, inputs, group) for group in groups.values()]
         for part in as_completed(parts):
             for name, answers in part.result().items():
                 found[name] |= answers
@@ -44,6 +45,30 @@ def write(offer: Offer, inputs: Sequence[Path], path: Path, progress: Progress) 
             progress(done, len(choices), "predicting")
     write_text(path, page(offer, found))
     return len(choices)
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Callable[..., Future[Any]]]:
+    """A function that has other processes work. Whatever ends the block early ends them at once: a pool by itself
+    completes all that was submitted. Ctrl-C reaches this process alone, which ends the others.
+    """
+    others = set(active_children())
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+
+        def submit(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # which a new process keeps
+            try:
+                return pool.submit(work, *arguments)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        try:
+            yield submit
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            raise
 
 
 def answered(offer: Offer, inputs: Sequence[Path], choices: Sequence[Choice]) -> Found:
