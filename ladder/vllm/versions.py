@@ -76,13 +76,15 @@ def default_modes(config: VllmConfig) -> None:
     which vLLM has behind an environment variable of its own, prompts as well.
 
     On a CPU vLLM lays out what a pipeline stage receives in a run that it leaves out without the compiler; there is
-    nothing in a wired model that the compiler would find.
+    nothing in a wired model that the compiler would find. Of pooling models vLLM captures no whole graph, and 0.26 ends
+    where it was asked for one without the compiler.
     """
     compilation = config.compilation_config
     staged = config.parallel_config.pipeline_parallel_size > 1 and current_platform.is_cpu()
     if compilation.mode is None and not staged:
         compilation.mode = CompilationMode.NONE
-    if compilation.cudagraph_mode is None and config.optimization_level > 0 and not is_breakable_cudagraph_enabled():
+    unsaid = compilation.cudagraph_mode is None and config.model_config.pooler_config is None
+    if unsaid and config.optimization_level > 0 and not is_breakable_cudagraph_enabled():
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace as Given
 from typing import Any
 
 import pytest
+from vllm.config import CompilationMode, CUDAGraphMode
 
 from ladder.vllm import versions
 from tests.vllm.engines import engine
@@ -49,3 +50,16 @@ def test_where_two_lanes_are_taken_unasked(
     )
     vars(config).update(other)
     assert versions.suits_lanes(config) is suits
+
+
+@pytest.mark.parametrize("pooler, graphs", [(None, CUDAGraphMode.FULL_DECODE_ONLY), (Given(), None)])
+def test_whole_graphs_are_of_models_that_generate(pooler: Any, graphs: CUDAGraphMode | None) -> None:
+    compilation = Given(mode=None, cudagraph_mode=None)
+    config: Any = Given(
+        compilation_config=compilation,
+        parallel_config=Given(pipeline_parallel_size=1),
+        model_config=Given(pooler_config=pooler),
+        optimization_level=2,
+    )
+    versions.default_modes(config)
+    assert compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == graphs
