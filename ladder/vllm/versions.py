@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, is_breakable_cudagraph_enabled
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
@@ -110,6 +111,9 @@ def foreign_parts(config: VllmConfig) -> list[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             found.append(f"--{name.replace('_', '-')}")
+    one_stream = "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"  # (0.32) takes all-reduces of one stream only
+    if parallel.tensor_parallel_size > 1 and getattr(envs, one_stream, False):
+        found.append(one_stream)
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         found.append("--enable-dbo")
     offload = getattr(config, "offload_config", None)
