@@ -1,4 +1,8 @@
-"""New folders; atomic writing: a file appears under its name only when it is complete; lines that are appended."""
+"""New folders; atomic writing: a file appears under its name only when it is complete; lines that are appended.
+
+Of whatever a verb writes, a file or a folder, the folders above it are made where they are missing. What cannot be
+written is refused before the work.
+"""
 
 import fcntl
 import json
@@ -11,6 +15,7 @@ from typing import Any
 
 from ladder.errors import LadderError
 
+PICTURES = (".png", ".svg", ".pdf")  # endings of pictures that are written
 # what safetensors and torch.save say where the system refuses a write
 _IO_ERRORS = ("os error", "I/O error", "PytorchStreamWriter", "file write failed", "unexpected pos", "No space left")
 
@@ -54,6 +59,7 @@ def replaced(file: Path) -> Iterator[Path]:
     `file`; when it fails, `file` is what it was before.
     """
     partial = file.with_name(f"{file.name}.partial")
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
         with partial.open("rb") as opened:
@@ -61,6 +67,12 @@ def replaced(file: Path) -> Iterator[Path]:
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """Write a file: all of it, or what was there before."""
+    with replaced(file) as partial:
+        partial.write_bytes(content)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -105,6 +117,16 @@ def check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise LadderError(f"{out} is a file: name a folder")
     writable(out)
+
+
+def check_file(file: Path, *endings: str) -> None:
+    """Refuse a file that cannot be written as a whole, or that has none of the `endings`, where there are any."""
+    if endings and file.suffix.lower() not in endings:
+        raise LadderError(f"{file} must end in {', '.join(endings[:-1])} or {endings[-1]}")
+    if file.is_dir():
+        raise LadderError(f"{file} is a directory: name a file")
+    check_appendable(file)
+    writable(file.absolute().parent)  # it is made beside, and renamed
 
 
 def check_appendable(file: Path) -> None:

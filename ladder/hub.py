@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ladder.errors import LadderError
 
+NAME = r"\w[\w.-]*/\w[\w.-]*"  # org/name
 # weights, configs, and what a tokenizer is made of; no other formats, and no code
 NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
@@ -21,7 +22,7 @@ def directory_of(model: Path) -> Path:
         there = model.exists()
     except OSError:  # a name that is too long, for one
         there = False
-    if there or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if there or not re.fullmatch(NAME, name):
         return model
     from huggingface_hub import snapshot_download  # here: it takes a second
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

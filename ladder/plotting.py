@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 
 _STYLE = {
     "text.parse_math": False,  # a name may hold dollar signs
@@ -21,7 +21,7 @@ def load_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise LadderError("pictures need matplotlib: pip install 'ladder-residual[plot]'") from None
+        raise LadderError(f"pictures need matplotlib: {install('plot')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

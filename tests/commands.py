@@ -31,7 +31,7 @@ KINDS = {
     "make": "not run, since `make test` runs this: its targets exist",
     "pip": "not run, for want of a network: its extras exist; `make dist` installs what it installs",
 }
-FITTING = ("--tokens", "256", "--seq-len", "64", "--batch", "2", "--device", "cpu")
+FITTING = ("--tokens", "256", "--batch", "2", "--device", "cpu")
 TRAINING = (*FITTING, "--eval-tokens", "128")
 # appended to a verb's options, of which the last one counts: it then takes a second or a few
 SMALL: dict[str, tuple[str, ...]] = {
@@ -47,7 +47,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "fit": (*FITTING, "--dtype", "float32"),
     "generate": ("--max-new-tokens", "2"),
     "load": ("--requests", "3", "--prompt-length", "8", "--output-length", "4"),
-    "quantize": ("--tokens", "256", "--seq-len", "64", "--batch", "2"),
+    "quantize": ("--tokens", "256", "--batch", "2"),
     "scan": ("--tokens", "128", "--seq-len", "64", "--batch", "2", "--points", "2"),
     "serve": ("--port", "0"),
     "train": TRAINING,
@@ -130,7 +130,7 @@ def stand_ins(folder: Path) -> Path:
     for copy in ("FITTED", "my-ladder-model"):
         shutil.copytree(folder / "OUT", folder / copy)
     quantize(QuantizeOptions(folder / "OUT", folder / "QUANTIZED", format="int8"))
-    (folder / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 20)
+    (folder / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
     (folder / "prompts.txt").write_text("Once upon a time\nIt was a dark night\n")
     (folder / "more.jsonl").write_text(json.dumps({"text": "and the rain fell in torrents " * 20}) + "\n")
     (folder / "mine.jsonl").write_text(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n")

@@ -23,7 +23,7 @@ from tests.training import adapting, silent
     ("small", "tokens has a vocabulary of 300, .*small one of 200: run ladder data OUT FILE... --tokenizer .*small"),
     ("tokenizer", "tokens was tokenized with another tokenizer than .*tokenizer's: run ladder data OUT FILE..."),
     ("no tokenizer", "bare cannot be loaded"),
-    ("no model", "nothing is neither a directory nor the name of a model on the hub"),
+    ("no model", "no model '.*nothing': there is no such directory"),
     ("no weights", "empty cannot be loaded"),
     ("long", "--seq-len 65 is more than the model's context of 64"),
     ("wiring", "covers more than the model's 3 layers"),

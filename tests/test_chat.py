@@ -206,7 +206,7 @@ def test_the_embedded_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (("nowhere",), "no such model directory: nowhere"),
+    (("nowhere",), "no model 'nowhere': there is no such directory"),
     (("--api-key", "x"), "--name and --api-key are for endpoints"),
     (("http://127.0.0.1:1", "--tp", "2"), "--tp is for local models"),
     (("http://127.0.0.1:x",), "is not the URL of an endpoint"),

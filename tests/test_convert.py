@@ -324,7 +324,7 @@ def test_from_the_hub(source: Path, tmp_path: Path) -> None:
     assert asked == [("org/name", "main", True)]
     assert (tmp_path / "out/model.safetensors").stat().st_ino == (source / "model.safetensors").stat().st_ino
     assert "base_model: org/name" in (tmp_path / "out/README.md").read_text()
-    with pytest.raises(LadderError, match="neither a directory nor the name of a model"):
+    with pytest.raises(LadderError, match="there is no such directory, and one of the hub is named"):
         convert("nowhere", tmp_path / "other", "ladder")
 
 

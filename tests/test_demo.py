@@ -30,7 +30,7 @@ from ladder.comm.base import Comm, Solo
 from ladder.comm.emulated import World
 from ladder.comm.link import Link
 from ladder.config import ModelConfig
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.model import Decoder
 from ladder.perf.plan import predict
 
@@ -89,7 +89,7 @@ def test_what_is_said_without_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     assert "without any communication it would be 1.80 times" in plain
     assert "emulated: an all-reduce takes 2.00 ms, 1.17 times as long" in plain
     assert "60 tokens in 2.0 s: 30.0 tokens/s" in plain and "40 tokens in 2.0 s: 20.0 tokens/s" in plain
-    assert "no picture file: pictures need matplotlib: pip install 'ladder-residual[plot]'" in plain
+    assert f"no picture file: pictures need matplotlib: {install('plot')}" in plain
     assert all(command in text for command, _ in screen.NEXT)
     rows = [line for line in text.splitlines() if line.startswith(("compute ", "link "))]
     assert len(rows) == 4 and all(set(row[10:]) <= {*LETTERS.values(), " "} for row in rows)
@@ -139,8 +139,8 @@ def test_the_proportion_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("--seconds 0", "seconds must be from 1 to 600, not 0"),
         ("--device tpu", "unknown device 'tpu'"),
-        ("--out picture", "out must be a file that ends in .png"),
-        ("--out nowhere/a.png", "cannot be written: there is no folder"),
+        ("--out picture", "picture must end in .png, .svg or .pdf"),
+        (f"--out {__file__}/a.png", "cannot be made: "),
     ],
 )
 def test_refused(run: Callable[..., tuple[int, str, str]], flags: str, message: str) -> None:
@@ -209,10 +209,9 @@ def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         out, link = Path(arguments[0]), arguments[1]
         lines = [json.dumps({**asdict(step), "step_ms": 9.5, "link": link}) for step in finished().steps.values()]
         (out / "one_rank_steps.jsonl").write_text("\n".join(lines) + "\n")
-        (out / "one_rank_lanes.png").write_bytes(b"picture")
 
     console = Console(file=io.StringIO(), width=140)
-    options = DemoOptions(device="cuda", out=tmp_path / "a.png")
+    options = DemoOptions(device="cuda", out=tmp_path / "new" / "a.svg")
     gpu.demo_gpu(options, console, measure, trace)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     cell_names = [("llama-3-8b", 1), ("llama-3-8b", 16), ("llama-3-70b", 1)]
@@ -220,11 +219,11 @@ def test_the_demo_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "llama-3-8b, batch 16, on this GPU alone: Ladder 1.25 times as fast as standard" in text
     assert "llama-3-70b, batch 1, as one rank of 8: Ladder 1.25 times" in text
     assert "waiting: 9.50 ms in all" in text and f"wrote {tmp_path}" in text and "compute   " in text
-    assert options.out.read_bytes() == b"picture"
+    assert b"<svg" in options.out.read_bytes()[:100]
     assert "emulated (nvlink_nccl)" in text and "random" in text and "ladder doctor" in text
     refused = Console(file=io.StringIO(), width=140)
     gpu.demo_gpu(options, refused, measure, refuse)
-    assert "no timeline: pictures need matplotlib: pip install 'ladder-residual[plot]'" in refused.file.getvalue()  # type: ignore[attr-defined]
+    assert f"no timeline: pictures need matplotlib: {install('plot')}" in refused.file.getvalue()  # type: ignore[attr-defined]
     written = Console(file=io.StringIO())
     gpu.demo_gpu(DemoOptions(device="cuda", json=True), written, measure)
     lines = [json.loads(line) for line in written.file.getvalue().splitlines()]  # type: ignore[attr-defined]
@@ -257,7 +256,7 @@ def finished() -> Found:
 
 
 def refuse(*_: Any) -> None:
-    raise LadderError("pictures need matplotlib: pip install 'ladder-residual[plot]'")
+    raise LadderError(f"pictures need matplotlib: {install('plot')}")
 
 
 def alive(process: Process) -> bool:

@@ -15,11 +15,11 @@ from ladder.bench.doctor import devices as devices_module
 from ladder.bench.doctor import doctor, latency, packages, topology
 from ladder.bench.doctor.advice import WIRINGS, link_of, predicted, sentences
 from ladder.bench.doctor.devices import Devices
-from ladder.bench.doctor.packages import PACKAGES, Package
+from ladder.bench.doctor.packages import EXTRA, PACKAGES, Package
 from ladder.bench.doctor.topology import Topology, parsed
 from ladder.comm.base import Solo
 from ladder.comm.link import LINKS
-from ladder.errors import LadderError, RankError
+from ladder.errors import LadderError, RankError, install
 from ladder.perf.chips import CHIPS
 from ladder.perf.plan import Deployment, predict
 
@@ -135,9 +135,10 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert packages.found(Package("json", "json", "json", ""), unknown) == "of unknown version"
     extras = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     for each in PACKAGES:  # an extra that is named exists, and installs what it is named for
-        if "[" in each.install:
-            line = next(line for line in extras.splitlines() if line.startswith(f"{each.install[16:-1]} = "))
+        if EXTRA in each.source:
+            line = next(line for line in extras.splitlines() if line.startswith(f"{each.source[len(EXTRA) :]} = "))
             assert each.name in line, each
+        assert each.install.startswith("pip install ") and EXTRA not in each.install
 
 
 @pytest.mark.parametrize("here, topo, latencies", [
@@ -156,7 +157,7 @@ def test_any_machine(here: Devices, topo: Any, latencies: dict[str, Any], monkey
     report = json.loads(json.dumps(doctor.examine()))
     text = doctor.told(report)
     assert report["advice"] and all(sentence in text for sentence in report["advice"])
-    assert ("pip install 'vllm'" in text) == bool(here.gpus) and "pip install 'ladder-residual[serve]'" in text
+    assert ("pip install vllm " in text) == bool(here.gpus) and install("serve") in text
     assert all(str(value) in text for value in latencies.values())
     assert report["all_reduce_us"] == latencies
     if here.failure:

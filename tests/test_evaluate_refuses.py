@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.hf.evaluate import Arm, evaluate
 from ladder.hf.load import reason
 from tests.checkpoints import byte_tokenizer, tiny
@@ -57,8 +57,8 @@ def test_refused_models(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ("unknown dtype 'int4'", arm, {"text": text, "dtype": "int4"}),
         ("unknown device 'abacus'", arm, {"text": text, "device": "abacus"}),
         ("same vocabulary", arm, {"text": text, "source": str(other)}),
-        ("neither a directory", [Arm(str(tmp_path / "nobody"))], {"text": text}),
-        ("nobody is neither a directory nor the name of a model on the hub", [Arm("nobody")], {"text": text}),
+        ("there is no such directory", [Arm(str(tmp_path / "nobody"))], {"text": text}),
+        ("no model 'nobody': there is no such directory, and one of the hub", [Arm("nobody")], {"text": text}),
         ("cannot be read", arm, {"text": packed}),
         ("cannot be loaded", [Arm(str(bare))], {"text": text}),
         ("ids go up to 306, the model has 300", [Arm(str(narrow))], {"text": text}),
@@ -116,7 +116,7 @@ def test_refused_tasks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_lm_eval(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
-    with pytest.raises(LadderError, match=re.escape("pip install 'ladder-residual[eval]'")):
+    with pytest.raises(LadderError, match=re.escape(install("eval"))):
         evaluate([Arm(str(checkpoint))], tasks=[write(tmp_path / "mc.jsonl", CHOICES)])
 
 

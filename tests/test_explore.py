@@ -18,7 +18,7 @@ import pytest
 
 from experiments import explorer_measurements
 from ladder.charts import library
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.explore import grid
 from ladder.explore.advice import KEEP, TOO_SLOW, advice
 from ladder.explore.answers import Answers
@@ -100,7 +100,7 @@ def test_options() -> None:
     (["--size", "lama"], "unknown size 'lama'"), (["--chip", "x"], "unknown chip 'x'"),
     (["--link", "rope"], "unknown link 'rope'"), (["--tp", "many"], "--tp 'many' is not numbers"),
     (["--weights", "int3"], "int3"), (["--port", "70000"], "--port must be from 0 to 65535, not 70000"),
-    (["--batch", "0"], "batch must be from 1 to a million"), (["--out", "/nowhere/x.html"], "cannot be written"),
+    (["--batch", "0"], "batch must be from 1 to a million"), (["--out", f"{__file__}/x.html"], "cannot be made"),
     (["nowhere.jsonl"], "no such file"), (["--new", "0"], "new must be from 1"),
     (["--out", "x.html", "--batch", ",".join(map(str, range(1, 200)))], "settings are too many for a file"),
 ])  # fmt: skip
@@ -112,7 +112,7 @@ def test_refusals(run: Callable[..., tuple[int, str, str]], flags: list[str], re
 def test_without_the_library(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     status, _, err = run("explore", "--no-open")
-    assert status == 2 and "pip install 'ladder-residual[plot]'" in err
+    assert status == 2 and install("plot") in err
 
 
 def test_a_port_that_is_taken(run: Callable[..., tuple[int, str, str]]) -> None:
@@ -273,3 +273,20 @@ def test_what_is_offered_is_harmless() -> None:
     assert text.count("</script>") == 3
     with pytest.raises(LadderError, match="unknown chip"):
         OFFER.with_(chip=("</script>",))
+
+
+def test_a_file_that_is_not_finished_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before all answers are there, and then all of it."""
+    written = tmp_path / "new" / "page.html"
+    offer = OFFER.with_(size=("llama-3-8b",), chip=("h200",), tp=(1,), batch=(1,), weights=("bf16",))
+
+    def stopped(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ladder.explore.grid.page", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        grid.write(offer, (), written, lambda *_: None)
+    assert not written.exists()
+    monkeypatch.setattr("ladder.explore.grid.page", lambda *_: "whole")
+    grid.write(offer, (), written, lambda *_: None)
+    assert written.read_text() == "whole" and list(written.parent.iterdir()) == [written]

@@ -196,6 +196,30 @@ def test_marks_tell_their_numbers(opened: Any) -> None:
     assert opened.locator("#latency .plot .mark[aria-label*='measured']").count() > 0
 
 
+def test_one_gpu_has_no_all_reduces(opened: Any) -> None:
+    """Neither in the figure of its layers, nor in what that tells."""
+    assert opened.locator("#layer .plot .mark[aria-label*='all-reduce']").count() > 0
+    assert opened.locator("#kinds .kind:visible", has_text="all-reduce").count() == 1
+    choose(opened, "size", "llama-3-8b")
+    choose(opened, "tp", "1")
+    assert opened.locator("#layer .plot .mark[aria-label*='all-reduce']").count() == 0
+    assert opened.locator("#kinds .kind:visible", has_text="all-reduce").count() == 0
+    assert "what is on the link" not in opened.locator("#layer .quiet").inner_text()
+    assert "link" not in opened.locator("#layer .plot").inner_text()
+    opened.locator("#layer .plot .mark[aria-label^='ladder: attention'][aria-label*='waits']").first.hover()
+    told = opened.locator("#tip").inner_text()
+    assert "waits for the other lane" in told and "all-reduce" not in told
+    choose(opened, "tp", "8")
+    assert "what is on the link" in opened.locator("#layer .quiet").inner_text()
+
+
+@pytest.mark.parametrize("opened, more", [((1280, "light"), False), ((400, "light"), True)], indirect=["opened"])
+def test_a_table_that_scrolls_says_so(opened: Any, more: bool) -> None:
+    box = opened.locator("#wirings .scroll")
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth + 1") == more
+    assert opened.locator("#wirings .hint").is_visible() == more
+
+
 def test_a_file_answers_by_itself(from_disk: Any) -> None:
     assert from_disk.locator("#headline").inner_text().startswith("Ladder gives")
     for name in ("tp", "batch", "link"):

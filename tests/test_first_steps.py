@@ -316,58 +316,6 @@ def test_the_example_checkpoint_refuses_in_a_sentence(tmp_path: Path) -> None:
         assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
 
 
-# --- what is refused before torch is imported -----------------------------------------------------------------------
-
-AT_ONCE = {
-    "data X nothing": "either a tokenizer",
-    "data X TEXT": "either a tokenizer",
-    "data X nothing --vocab 300": "no such file: nothing",
-    "data X TEXT --tokenizer nothing": "no such tokenizer directory",
-    "convert nothing X": "nothing is neither a directory nor",
-    "convert MODEL X --wiring lader": "unknown wiring 'lader'",
-    "eval MODEL": "nothing to measure",
-    "eval nothing --text TEXT": "nothing is neither a directory nor",
-    "eval MODEL --text nothing": "no such file: nothing",
-    "eval MODEL --text TEXT --tokens 0": "tokens must be at least 1",
-    "scan nothing --data TEXT": "nothing is neither a directory nor",
-    "scan MODEL --data nothing": "no such file: nothing",
-    "fit nothing X --data TOKENS": "nothing is neither a directory nor",
-    "fit MODEL X --data nothing": "no such folder of tokens: nothing",
-    "adapt MODEL X --data nothing": "no such folder of tokens: nothing",
-    "adapt MODEL X --wiring lader": "unknown wiring 'lader'",
-    "adapt MODEL X --tokens 0": "tokens must be at least 1",
-    "train X --size tiny --data nothing": "no such folder of tokens: nothing",
-    "train X --size tinny": "the nearest is 'tiny'",
-    "train X": "give either --size or --recipe",
-    "plan --tp x": "must be whole numbers",
-    "generate": "no prompt",
-}
-ONE_BY_ONE = """
-import sys
-from ladder.cli import main
-for line in sys.argv[1].splitlines():
-    sys.argv = ["ladder", *line.split()]
-    try:
-        main()
-    except SystemExit as left:
-        assert left.code == 2, (line, left.code)
-    heavy = {"torch", "transformers"} & sys.modules.keys()
-    assert not heavy, (line, heavy)
-"""
-
-
-def test_usage_errors_import_nothing(standard: Path, tokens: Path, text: Path, tmp_path: Path) -> None:
-    places = {"MODEL": str(standard), "TOKENS": str(tokens), "TEXT": str(text), "X": str(tmp_path / "x")}
-    lines = "\n".join(" ".join(places.get(word, word) for word in line.split()) for line in AT_ONCE)
-    command = [sys.executable, "-c", ONE_BY_ONE, lines]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    told = done.stderr.splitlines()
-    assert len(told) == len(AT_ONCE)
-    for line, expected, found in zip(AT_ONCE, AT_ONCE.values(), told, strict=True):
-        assert expected in found, (line, found)
-
-
 def test_eval_of_the_beginning_of_a_text(standard: Path, text: Path, run: Run) -> None:
     status, out, _ = run("eval", standard, "--text", text, "--tokens", 101, "--dtype", "float32", "--json")
     assert status == 0 and json.loads(out)["n"] == 100

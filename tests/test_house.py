@@ -72,8 +72,8 @@ PATCHED: dict[str, set[str]] = {
         "peft.PeftModel.save_pretrained",
     },
 }
-# who looks at the environment: at torchrun's variables, and at vLLM's
-ENVIRONMENTS = {"ladder.engine.executors.control", "ladder.vllm.serve"}
+# who looks at the environment: at NCCL's variables, torchrun's and vLLM's
+ENVIRONMENTS = {"ladder.engine.executors.control", "ladder.engine.executors.torchrun", "ladder.vllm.serve"}
 # texts that tell users which programs there are
 TEXTS = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -16,7 +16,7 @@ import pytest
 from ladder.client.endpoint import Endpoint
 from ladder.client.stream import Events, read_piece
 from ladder.client.transport import Chunks
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.load.arrivals import Arrivals
 from ladder.load.exchange import Outcome
 from ladder.load.lengths import Lengths
@@ -42,7 +42,7 @@ def lines(path: Path, measure: str) -> list[dict[str, Any]]:
 def loaded(endpoint: FakeEndpoint, out: Path, **options: Any) -> dict[str, Any]:
     """The line of one run of 20 requests."""
     given = {"requests": 20, "prompt_length": "5-9", "output_length": "4", "warm_up": 0, **options}
-    [line] = load(LoadOptions(endpoint.url, out=out, **given), {"chip": "abacus", "commit": "abc"}, silent)
+    [line] = load(LoadOptions(endpoint.url, out=out, **given), lambda: {"chip": "abacus", "commit": "abc"}, silent)
     return line
 
 
@@ -303,7 +303,7 @@ def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
         options = LoadOptions(
             endpoint.url, requests=20, output_length="3", warm_up=0, concurrency=(2, 4), out=tmp_path / "load.jsonl"
         )
-        [line] = load(options, {}, interrupt)
+        [line] = load(options, dict, interrupt)
     assert line["interrupted"] and 5 <= line["completed"] < 9 and line["ttft_ms_p50"] is not None
     assert line["sent"] == line["completed"] + line["unfinished"]
     assert len(lines(tmp_path / "load.jsonl", "load request")) == line["completed"]
@@ -404,7 +404,7 @@ def test_no_proxy_for_this_machine() -> None:
 def test_without_httpx(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     status, out, err = run("load", "localhost:1")
-    assert (status, out) == (2, "") and "needs httpx: pip install 'ladder-residual[load]'" in err
+    assert (status, out) == (2, "") and f"needs httpx: {install('load')}" in err
 
 
 # --- the wire format ------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """What a wheel has, as pyproject.toml says it: every file of the package, one version, the licenses of all of it."""
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from ladder import errors
 from tests import first_use
 
 ROOT = Path(__file__).parent.parent
@@ -56,3 +58,29 @@ def test_the_first_use_can_fail(program: str, status: int | None, tmp_path: Path
     ladder.chmod(0o755)
     with pytest.raises((SystemExit, ValueError)):
         first_use.main(ladder)
+
+
+def test_the_citation_has_the_licences_of_the_package() -> None:
+    """All of them, as LICENSE and the embedded model's own file say; the page of contributions names the program's."""
+    found = re.search(r"^license: \[(.*)\]", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert found is not None and " AND ".join(found[1].split(", ")) == PROJECT["project"]["license"]
+    assert PROJECT["project"]["license"].split(" AND ")[0] == "Apache-2.0"
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()[:200]
+    assert "Apache-2.0" in (ROOT / "CONTRIBUTING.md").read_text() and "Apache-2.0" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("extra", [name for name in PROJECT["project"]["optional-dependencies"] if name != "dev"])
+def test_install_lines_name_the_packages_of_an_extra(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the metadata of what is installed, as setuptools writes it; no index needs to have this package."""
+    table = PROJECT["project"]["optional-dependencies"]
+    lines = [f'{package}; extra == "{name}"' for name, some in table.items() for package in some]
+    monkeypatch.setattr(errors, "requires", lambda name: ["torch>=2.11,<2.14", *lines])
+    assert errors.packages(extra) == table[extra]
+    assert errors.install(extra) == "pip install " + " ".join(f"'{package}'" for package in table[extra])
+    monkeypatch.setattr(errors, "requires", lambda name: None)
+    assert errors.install(extra) == f"pip install '.[{extra}]'"
+
+
+def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
+    texts = [*(ROOT / "ladder").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    assert [text for text in texts if re.search(r"pip install .*ladder-residual", text.read_text())] == []

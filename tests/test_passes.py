@@ -363,7 +363,7 @@ def test_long_sequences_have_the_schedule_of_short_ones(monkeypatch: pytest.Monk
 def test_a_table_that_is_none_is_refused(tmp_path: Path) -> None:
     model = tiny(tmp_path / "model")
     (tmp_path / "bad.jsonl").write_text('{"chip": "x"}\n')
-    for path, message in ((tmp_path / "bad.jsonl", "no table of tuned kernels"), (tmp_path / "absent", "No such file")):
+    for path, message in ((tmp_path / "bad.jsonl", "no table of tuned kernels"), (tmp_path / "absent", "no such file")):
         with pytest.raises(LadderError, match=message):
             Setup(EngineOptions(model, tuned=path))
     (tmp_path / "good.jsonl").write_text("")

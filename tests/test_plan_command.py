@@ -10,7 +10,7 @@ from ladder.cli import main
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import AS_BF16, Deployment, predict
-from ladder.scan.propose import TargetMachine
+from ladder.scan.target import TargetMachine
 from ladder.wiring import Wiring
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -81,7 +81,7 @@ def test_what_is_proposed(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ("--size qwen2.5-7b", "unknown size 'qwen2.5-7b': .*, quick$"),
         ("--size LLAMA-3-70B", "the nearest is 'llama-3-70b'$"),
         ("--size tiny --model .", "--size and --model . name two models: give one of them"),
-        ("--model nowhere", "no such model directory: nowhere"),
+        ("--model nowhere", "no model 'nowhere': there is no such directory"),
     ],
 )
 def test_refuses(flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert [(r["tp"], r["batch"]) for r in rows[::2]] == [(8, 4), (8, 1), (8, 16), (4, 4), (4, 1), (4, 16)]
     shown = run("--chip", "h200")
     assert (
-        all(word in shown for word in ("standard", "parallel", "ladder", "engine ladder", "ms/token"))
+        all(word in shown for word in ("standard", "parallel", "ladder", "engine ladder", "ms per", "per user"))
         and "…" not in shown
     )
     shown = run("--tp", "8,64", "--wiring", "ladder")
@@ -124,8 +124,8 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     head, _, *lines = shown[next(at for at, line in enumerate(shown) if line.split()[:1] == ["weights"]) :]
     assert head.split() == ["weights", "standard", "ladder"]
     assert [line.split()[0] for line in lines[:3]] == ["bf16", "fp8", "int4-32"] and lines[0].split()[3].endswith("x")
-    assert "x standard" in run(*few, "--weights", "fp8")
-    assert "x standard" not in run(*few[:-4], "--wiring", "ladder", "--weights", "bf16,fp8")
+    assert " times " in run(*few, "--weights", "fp8")
+    assert " times " not in run(*few[:-4], "--wiring", "ladder", "--weights", "bf16,fp8")
     rows = json.loads(run(*few, "--weights", "int4-32,fp8", "--json"))
     assert [(r["weights"], r["wiring"]) for r in rows[:3]] == [
         *(("int4-32", "standard"), ("int4-32", "ladder"), ("fp8", "standard")),
@@ -159,7 +159,22 @@ def test_tables_fit_eighty_columns(
     monkeypatch.setenv("COLUMNS", "80")
     shown = plan_of(capsys, monkeypatch, *flags.split())
     assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
-    assert "x standard" in shown or "as fast as standard" in shown
+    assert " times " in shown or "as fast as standard" in shown
+
+
+def test_wide_tables_go_on_below(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the given columns again, and every figure of a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ("--chip", "h200", "--details", "--wiring", "standard", "--wiring", "ladder")
+    narrow = plan_of(capsys, monkeypatch, *flags)
+    assert max(map(len, narrow.splitlines())) <= 80 and narrow.count("further columns:") == 1
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = plan_of(capsys, monkeypatch, *flags)
+
+    def figures(shown: str) -> list[str]:
+        return [word for line in shown.splitlines() if line.split()[:1] == ["ladder"] for word in line.split()[1:]]
+
+    assert figures(narrow) == figures(wide) and len(figures(wide)) == 12 and "further" not in wide
 
 
 def test_many_predictions_are_a_grid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +194,7 @@ def test_many_predictions_are_a_grid(capsys: pytest.CaptureFixture[str], monkeyp
         row = rows[line[0], line[1]]
         cell = line[3 + 2 * (at - 3) :][:2]  # a number under standard, two under each of the others
         assert cell == [f"{row['tpot_ms']:.3g}", f"{row['speedup']:.2f}x"]
+    monkeypatch.setenv("COLUMNS", "200")
     details = plan_of(capsys, monkeypatch, *flags, "--details")
     assert "MLP us" in details and details.count("parallel-1") == 12
 

@@ -11,8 +11,9 @@ from ladder.config import ModelConfig
 from ladder.errors import LadderError
 from ladder.perf.plan import Deployment, predict
 from ladder.scan.probe import Damage
-from ladder.scan.propose import TargetMachine, propose, size_between, size_for
+from ladder.scan.propose import propose, size_between, size_for
 from ladder.scan.scan import Scan, sizes
+from ladder.scan.target import TargetMachine
 from ladder.wiring import Wiring
 
 

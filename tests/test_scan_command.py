@@ -19,9 +19,10 @@ from ladder.bench.machine import machine
 from ladder.checkpoint import Random, load, save
 from ladder.config import ModelConfig
 from ladder.data.texts import tokenize
+from ladder.errors import install
 from ladder.model import Decoder
-from ladder.scan.propose import TargetMachine
 from ladder.scan.scan import scan, scan_sequences, sizes
+from ladder.scan.target import TargetMachine
 from ladder.wiring import Wiring
 from tests.checkpoints import byte_tokenizer, tiny
 from tests.naive import WORDS
@@ -180,7 +181,7 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     speed = ["--speed", 1.1, "--tp", 2]
     cases: list[tuple[str, Any, list[Any]]] = [
-        ("neither a directory nor the name", folder / "nobody", []),
+        ("there is no such directory, and one of the hub", folder / "nobody", []),
         ("cannot be loaded", bare, []),
         ("ids go up to 306, the model has 300", narrow, []),
         ("the model has layers under desync-2x", desync, []),
@@ -192,7 +193,7 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("a.xz cannot be read: Input format not supported", None, ["--data", tmp_path / "a.xz"]),
         ("its keys are 'body'; choose one with --field", None, ["--data", tmp_path / "a.jsonl"]),
         ("the text has 10 tokens, a sequence of 64 needs 65", None, ["--data", tmp_path / "short"]),
-        ("window is 65 tokens", None, ["--seq-len", 65]),
+        ("--seq-len 65 is more than the model's context of 64", None, ["--seq-len", 65]),
         ("50 tokens are less than a sequence of 64", None, ["--tokens", 50]),
         ("tokens must be at least 1, not 0", None, ["--tokens", 0]),
         ("batch must be at least 1, not 0", None, ["--batch", 0]),
@@ -213,10 +214,10 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("requests must be from 1", None, [*speed, "--requests", 0]),
         ("unknown dtype 'int4'", None, ["--dtype", "int4"]),
         ("unknown device 'abacus'", None, ["--device", "abacus"]),
-        ("there is no folder", None, ["--plot", tmp_path / "nowhere" / "scan.png"]),
-        ("let it end with .png", None, ["--plot", tmp_path / "scan"]),
-        ("a.png cannot be written", None, ["--plot", tmp_path / "closed" / "a.png"]),
-        ("a.png cannot be written", None, ["--plot", tmp_path / "a.png"]),
+        ("cannot be made", None, ["--plot", tmp_path / "short" / "scan.png"]),
+        ("scan must end in .png, .svg or .pdf", None, ["--plot", tmp_path / "scan"]),
+        ("nothing can be made in", None, ["--plot", tmp_path / "closed" / "a.png"]),
+        ("a.png is a directory: name a file", None, ["--plot", tmp_path / "a.png"]),
     ]
     for sentence, model, arguments in cases:
         data = [] if "--data" in arguments else ["--data", folder / "text"]
@@ -225,4 +226,4 @@ def test_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         assert sentence in err and err.startswith("ladder: ") and err.count("\n") == 1, err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, _, err = run("scan", folder / "m", "--data", folder / "text", "--plot", tmp_path / "scan.png")
-    assert (status, err) == (2, "ladder: pictures need matplotlib: pip install 'ladder-residual[plot]'\n")
+    assert (status, err) == (2, f"ladder: pictures need matplotlib: {install('plot')}\n")

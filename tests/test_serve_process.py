@@ -17,6 +17,7 @@ import pytest
 
 from ladder import LLM, SamplingParams
 from ladder.engine.frontend.supervisor import Restarts
+from ladder.errors import install
 from tests.checkpoints import tiny
 from tests.processes import free_port
 from tests.processes import listening as addresses
@@ -158,4 +159,4 @@ def test_without_the_packages(run: Callable[..., tuple[int, str, str]], monkeypa
     monkeypatch.delattr("ladder.server.run", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     status, _, err = run("serve")
-    assert status == 2 and "serving needs uvicorn: pip install 'ladder-residual[serve]'" in err
+    assert status == 2 and f"serving needs uvicorn: {install('serve')}" in err

@@ -22,7 +22,7 @@ from ladder.charts.library import picture
 from ladder.checkpoint import Random
 from ladder.cli import main
 from ladder.config import ModelConfig
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.model import Decoder
 from ladder.report.charts import timeline_title, timelines
 from ladder.report.lines.rows import Lanes
@@ -212,7 +212,7 @@ def test_a_trace_without_the_library_has_its_figures(
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     setting = TraceSetting(ModelConfig.named("tiny"), Random(), ("ladder",), None, torch.device("cpu"), 1, 8, tmp_path)
     assert trace_module.trace(setting, 2) == [step]
-    assert "pip install 'ladder-residual[plot]'" in caplog.text and not (tmp_path / "lanes.png").exists()
+    assert install("plot") in caplog.text and not (tmp_path / "lanes.png").exists()
 
 
 def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_trace(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None
         ("--emulate-link slow", "unknown link 'slow'"),
         ("--batch 0", "batch must be at least 1"),
         ("--context 100000", "context 100000 is more than the model's"),
-        ("--model nowhere", "no such model directory"),
+        ("--model nowhere", "no model 'nowhere': there is no such directory"),
     ],
 )
 def test_refused(

@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
+from ladder.bench.early import check_tuning
 from ladder.bench.machine import milliseconds
 from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import CONTEXT
 from ladder.comm.base import Solo
 from ladder.comm.link import LINKS
 from ladder.comm.one_rank import OneRank
-from ladder.config import ModelConfig
-from ladder.config.quantization import named_format
 from ladder.devices import device as find_device
 from ladder.engine.forward import Schedule
 from ladder.errors import LadderError
 from ladder.files import write_text
 from ladder.jit import PRESENT
 from ladder.kernels.launch import Kernels
-from ladder.kernels.table import MOST, Config, Shape, Table, candidates, read_table
+from ladder.kernels.table import Config, Shape, Table, candidates
 
 LAYERS = 12  # enough that no cache holds their weights
 LINK = "nvlink_oneshot"  # whose all-reduces set flags while kernels are tuned for two lanes
@@ -113,16 +112,7 @@ def tuned(
     shared_norm: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Tune, and write `out`: its lines, with what was found instead of its lines of the same shapes."""
-    named_format(weights)
-    ModelConfig.named(size).check_degree(tp)
-    if not batches or not all(1 <= batch <= MOST for batch in batches):
-        raise LadderError(f"batch must be from 1 to {MOST}")
-    if lanes not in (1, 2):
-        raise LadderError(f"lanes must be 1 or 2, not {lanes}")
-    if not out.parent.is_dir():
-        raise LadderError(f"no such folder: {out.parent}")
-    if out.exists():
-        read_table(out)  # refuses what is no table, before anything is measured
+    check_tuning(out, size, tp, batches, lanes, weights)
     device = find_device("cuda:0")
     if not PRESENT:
         raise LadderError("our kernels need Triton: pip install triton")

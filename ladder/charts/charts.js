@@ -112,6 +112,16 @@ function kindsLegend(legend) {
     entry.append(name);
   }
 }
+// Below a box that scrolls sideways: that it does, while there is something to scroll to.
+function scrollHint(box) {
+  const hint = html("p", { class: "facts hint" });
+  hint.textContent = "→ There are more columns: scroll the table sideways.";
+  box.after(hint);
+  const look = () => (hint.hidden = box.scrollWidth <= box.clientWidth + 1);
+  new ResizeObserver(look).observe(box);
+  if (box.firstElementChild) new ResizeObserver(look).observe(box.firstElementChild);
+  look();
+}
 // Charts are drawn again for another width and for other colours.
 function redrawn(again) {
   let width = innerWidth, due;

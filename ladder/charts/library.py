@@ -8,12 +8,15 @@ from struct import pack, unpack
 from typing import Any
 
 from ladder.charts.theme import config
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
+from ladder.files import write_bytes, write_text
 
 _SCALE = 2  # pixels of a picture for each of the chart's
 
 
-MISSING = "charts need vl-convert-python: pip install 'ladder-residual[plot]'"
+def missing() -> str:
+    """What is said where the package is not there."""
+    return f"charts need vl-convert-python: {install('plot')}"
 
 
 def installed() -> bool:
@@ -23,7 +26,7 @@ def installed() -> bool:
 def load_library() -> Any:
     """The package, or the error that says how to install it."""
     if not installed():
-        raise LadderError(MISSING)
+        raise LadderError(missing())
     import vl_convert
 
     return vl_convert
@@ -41,9 +44,15 @@ def program() -> str:
 
 
 def picture(chart: dict[str, Any], path: Path) -> None:
-    """A chart as a PNG file, on white."""
-    drawn = {**chart, "background": "white", "padding": 12}
-    path.write_bytes(_smaller(load_library().vegalite_to_png(drawn, config=config("light"), scale=_SCALE)))
+    """A chart as a file of the format that its name ends in (PICTURES), on white."""
+    drawn, kind = {**chart, "background": "white", "padding": 12}, path.suffix.lower()
+    library, how = load_library(), {"config": config("light")}
+    if kind == ".svg":
+        write_text(path, library.vegalite_to_svg(drawn, **how))
+    elif kind == ".pdf":
+        write_bytes(path, library.vegalite_to_pdf(drawn, **how))
+    else:
+        write_bytes(path, _smaller(library.vegalite_to_png(drawn, **how, scale=_SCALE)))
 
 
 def _smaller(png: bytes) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from ladder.charts.library import MISSING, program
+from ladder.charts.library import missing, program
 from ladder.charts.looks import Look
 from ladder.charts.theme import PALETTES, config
 
@@ -27,7 +27,7 @@ GLYPHS = {
 
 def assembled(template: str, style: str, script: str, data: Mapping[str, Any]) -> str:
     """The page: what all pages share comes before its own style and script."""
-    own = {**data, "themes": {name: config(name) for name in PALETTES}, "missing": MISSING}
+    own = {**data, "themes": {name: config(name) for name in PALETTES}, "missing": missing()}
     parts = {
         "STYLE": text_of("ladder.charts", "charts.css") + style,
         "LIBRARY": program(),

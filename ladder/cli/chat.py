@@ -6,8 +6,8 @@ from typing import Any
 
 from ladder.chat.options import ChatOptions, ChatSampling, LocalOptions
 from ladder.cli.verbs import verb, weights_bar
+from ladder.engine.early import prepared
 from ladder.errors import LadderError
-from ladder.hub import directory_of
 
 
 @verb(ChatOptions, LocalOptions, ChatSampling)
@@ -30,15 +30,14 @@ def chat(options: ChatOptions, engine: LocalOptions, sampling: ChatSampling, nam
 
 
 def _local(options: ChatOptions, engine: LocalOptions, sampling: ChatSampling, terminal: Any) -> None:
-    from ladder.chat.conversation import Conversation  # torch takes seconds to import: not for --help
+    model = engine.model if options.target is None else Path(options.target)
+    prepared_options = prepared(replace(engine, model=model))
+    from ladder.chat.conversation import Conversation  # torch takes seconds to import
     from ladder.chat.local import LocalPartner, check
-    from ladder.engine.executors.start import adopt_torchrun_size
     from ladder.engine.llm import LLM
     from ladder.engine.setup import Setup
 
-    model = engine.model if options.target is None else Path(options.target)
-    engine = replace(engine, model=directory_of(model))
-    setup = Setup(adopt_torchrun_size(engine))
+    setup = Setup(prepared_options)
     check(setup)
     with weights_bar(setup.weight_bytes) as progress:
         llm = LLM.load(setup, progress)

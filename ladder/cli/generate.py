@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,9 @@ from rich.text import Text
 
 from ladder.cli.verbs import told_little, verb, weights_bar
 from ladder.config.fields import read_text
+from ladder.engine.early import prepared
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.errors import LadderError
-from ladder.hub import directory_of
 from ladder.options import option
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def _from_standard_input() -> list[str | list[int]]:
 def generate(engine: EngineOptions, prompts: Prompts, sampling: SamplingParams) -> None:
     """Continue prompts with a model from a Hugging Face directory or the hub, under any wiring."""
     given = prompts.all()
-    from ladder.engine.executors.start import adopt_torchrun_size  # torch takes seconds to import
-    from ladder.engine.llm import LLM
+    engine = prepared(engine)
+    from ladder.engine.llm import LLM  # torch takes seconds to import
     from ladder.engine.setup import Setup
 
-    setup = Setup(adopt_torchrun_size(replace(engine, model=directory_of(engine.model))))
+    setup = Setup(engine)
     requests = setup.requests(given, sampling)
     with weights_bar(setup.weight_bytes) as progress:
         llm = LLM.load(setup, progress)

@@ -1,6 +1,7 @@
 """`ladder load`."""
 
 import json
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -12,9 +13,6 @@ from ladder.load.options import LoadOptions
 @verb(LoadOptions)
 def load(options: LoadOptions) -> None:
     """Send requests to an OpenAI-compatible endpoint, and measure latencies, throughput and goodput."""
-    import torch
-
-    from ladder.bench.machine import machine
     from ladder.client.endpoint import load_httpx
     from ladder.load.load import load
     from ladder.load.summary import remarks
@@ -22,7 +20,7 @@ def load(options: LoadOptions) -> None:
 
     load_httpx()  # an error before anything is done
     with steps_bar("starting") as progress:
-        lines = load(options, machine(torch.device("cpu")), progress)  # the client's machine
+        lines = load(options, _machine, progress)
     if options.json:
         for line in lines:
             typer.echo(json.dumps(line))
@@ -40,3 +38,12 @@ def load(options: LoadOptions) -> None:
         raise typer.Exit(130)
     if not any(line["completed"] for line in lines):
         raise typer.Exit(1)
+
+
+def _machine() -> dict[str, Any]:
+    """The client's machine."""
+    import torch  # here: it takes seconds
+
+    from ladder.bench.machine import machine
+
+    return machine(torch.device("cpu"))

@@ -8,11 +8,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ladder.bench.early import check_tuning
+from ladder.bench.sweep.early import check_sweep
 from ladder.bench.sweep.options import BenchOptions
 from ladder.cli.verbs import steps_bar, verb
+from ladder.comm.link import Link
+from ladder.config import ModelConfig
+from ladder.devices import check_name
 from ladder.errors import LadderError
 from ladder.files import check_folder
 from ladder.options import argument, option
+from ladder.perf.costs import ELEMENT_BYTES, RankCosts
+from ladder.perf.memory import check_host
 from ladder.report.options import ReportOptions
 
 
@@ -42,28 +49,15 @@ class TraceOptions:
 @verb(TraceOptions)
 def trace(options: TraceOptions) -> None:
     """Record one decode step per wiring: traces for Chrome or Perfetto, a picture of the lanes, and figures."""
-    from ladder.bench.trace.trace import TraceSetting, trace
+    config, wirings, link = _checked(options)
+    from ladder.bench.trace.trace import TraceSetting, trace  # imports for seconds: not for what is refused at once
     from ladder.checkpoint import Directory, Random
-    from ladder.comm.link import Link
-    from ladder.config import ModelConfig
     from ladder.devices import computing_dtype, device
-    from ladder.perf.costs import ELEMENT_BYTES, RankCosts
-    from ladder.perf.memory import check_host
 
-    check_folder(options.out)
     source = Random() if options.model is None else Directory(options.model)
-    config = source.config if isinstance(source, Directory) else ModelConfig.named(options.size)
-    config.check_degree(options.tp)
-    if options.context > config.context:
-        raise LadderError(f"context {options.context} is more than the model's {config.context}")
-    wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
-    link = None if options.emulate_link is None else Link.parse(options.emulate_link)
     where = device(options.device)
     config = replace(config, dtype=computing_dtype("auto", config.dtype, where))
-    if where.type == "cpu":
-        costs = RankCosts(config, options.tp, ELEMENT_BYTES[config.dtype])
-        each = costs.weight_bytes + costs.cache_bytes(options.batch, options.context)
-        check_host(f"a batch of {options.batch} on {options.tp} ranks", options.tp * each, "give a smaller --batch")
+    _check_memory(options, config)
     setting = TraceSetting(config, source, wirings, link, where, options.batch, options.context, options.out)
     table = Table("wiring", "all-reduces", "step ms", "comm ms", "exposed ms", "hidden")
     for step in trace(setting, options.tp):
@@ -77,6 +71,28 @@ def trace(options: TraceOptions) -> None:
         Console().print(table)
         drawn = "lanes.png, " if (options.out / "lanes.png").exists() else ""
         typer.echo(f"wrote {options.out}: {drawn}steps.rank*.jsonl, *.trace.json (for chrome://tracing or Perfetto)")
+
+
+def _checked(options: TraceOptions) -> tuple[ModelConfig, tuple[str, ...], Link | None]:
+    """The model, the wirings and the link, all of them refused before torch is imported."""
+    check_folder(options.out)
+    config = ModelConfig.named(options.size) if options.model is None else ModelConfig.from_directory(options.model)
+    config.check_degree(options.tp)
+    if options.context > config.context:
+        raise LadderError(f"context {options.context} is more than the model's {config.context}")
+    wirings = tuple(str(config.rewired(pattern).wiring) for pattern in options.wiring)
+    link = None if options.emulate_link is None else Link.parse(options.emulate_link)
+    check_name(options.device)
+    _check_memory(options, config)
+    return config, wirings, link
+
+
+def _check_memory(options: TraceOptions, config: ModelConfig) -> None:
+    """Refuse what this machine's CPUs cannot hold in the config's dtype."""
+    if options.device.startswith("cpu"):
+        costs = RankCosts(config, options.tp, ELEMENT_BYTES[config.dtype])
+        each = costs.weight_bytes + costs.cache_bytes(options.batch, options.context)
+        check_host(f"a batch of {options.batch} on {options.tp} ranks", options.tp * each, "give a smaller --batch")
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,8 @@ class TuneOptions:
 @verb(TuneOptions)
 def tune(options: TuneOptions) -> None:
     """Find the configurations of our kernels that suit this GPU, for one rank of a model."""
-    from ladder.bench.tune import tuned
+    check_tuning(options.out, options.size, options.tp, options.batch, options.lanes, options.weights)
+    from ladder.bench.tune import tuned  # imports for seconds: not for what is refused at once
 
     own = options.lanes, options.weights, options.shared_norm
     for line in tuned(options.out, options.size, options.tp, options.batch, *own):
@@ -105,6 +122,7 @@ def tune(options: TuneOptions) -> None:
 @verb(BenchOptions)
 def bench(options: BenchOptions) -> None:
     """Measure wirings side by side on this machine; results are appended cell by cell, a second run continues."""
+    check_sweep(options)
     from ladder.bench.sweep.sweep import bench, measured_before, read, table
 
     old, rows = read(options.out), []

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,14 @@ from rich.console import Console
 
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
 from ladder.config import DTYPES
-from ladder.config.fields import check_named
+from ladder.config.early import check_model_named, check_pattern, check_window, early_config
+from ladder.config.fields import read_config
+from ladder.devices import check_name
 from ladder.errors import LadderError, check_known
 from ladder.files import check_new
 from ladder.options import argument, check_least, option
-from ladder.quantize.options import CalibrationOptions, QuantizeOptions
-from ladder.wiring import check_names
+from ladder.quantize.options import CalibrationOptions, QuantizeOptions, check_not_quantized
+from ladder.scan.early import check_early, refuse_local
 
 if TYPE_CHECKING:
     from ladder.hf.evaluate import Arm
@@ -36,8 +39,8 @@ class ConvertOptions:
 def convert(options: ConvertOptions) -> None:
     """Rewire a Hugging Face checkpoint: same weights, another wiring. It needs adaptation afterwards."""
     check_new(options.out.resolve())
-    check_named(options.model)
-    check_names(options.wiring or "")
+    check_model_named(options.model)
+    check_pattern(options.wiring, options.model)
     from ladder.hf.convert import convert_from  # imports for seconds: not for what can be refused at once
 
     with bytes_bar("copying") as progress:
@@ -54,7 +57,15 @@ def convert(options: ConvertOptions) -> None:
 @verb(QuantizeOptions, CalibrationOptions)
 def quantize(options: QuantizeOptions, calibration: CalibrationOptions) -> None:
     """Quantize a checkpoint's matrices to 8 or 4 bits, of any wiring; embedding and head stay as they are."""
-    from ladder.quantize.write import quantize
+    check_model_named(options.model, hub=False)
+    check_new(options.out.resolve())
+    check_not_quantized(options.model, read_config(options.model))
+    if calibration.calibrate is not None:
+        if not calibration.calibrate.exists():
+            raise LadderError(f"no such file: {calibration.calibrate}")
+        if (known := check_early(str(options.model), calibration.wiring, calibration.seq_len)) is not None:
+            refuse_local(known[0])
+    from ladder.quantize.write import quantize  # imports for seconds: not for what can be refused at once
 
     rounder = None
     if calibration.calibrate is not None:
@@ -158,10 +169,12 @@ def _check(options: EvalOptions) -> None:
         raise LadderError(f"{options.text} is not a file" if options.text.exists() else f"no such file: {options.text}")
     check_least(options, batch=1, limit=1, shots=0, tokens=1)
     check_known("dtype", options.dtype, ("auto", *DTYPES))
-    for pattern in options.wiring:
-        check_names(pattern)
+    check_name(options.device)
     for model in (*options.model, *filter(None, (options.source, options.backbone))):
-        check_named(model)
+        check_model_named(model)
+        check_window(options.window, getattr(early_config(model), "context", None))
+    for pattern, model in product(options.wiring, options.model):
+        check_pattern(pattern, model)
 
 
 def _arm(model: str, wiring: str | None, backbone: str | None) -> "Arm":

@@ -54,7 +54,7 @@ class PlanOptions:
         None, "Find the best wiring, TP degree and batch with at most this time per token."
     )
     sweep: str | None = option(None, "Vary the link's latency (link) or the batch (batch).")
-    details: bool = option(False, "A row for every prediction, with the time of each sub-block: a wide table.")
+    details: bool = option(False, "A row for every prediction, with the time of each sub-block.")
     json: bool = option(False, "JSON: one object, or a list where there are several.")
 
 

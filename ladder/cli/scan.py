@@ -13,17 +13,20 @@ from rich.table import Column, Table
 
 from ladder.cli.verbs import steps_bar, verb
 from ladder.config import DTYPES
-from ladder.config.fields import check_named
+from ladder.config.early import check_model_named, early_config, sequence_length
+from ladder.devices import check_name
 from ladder.errors import LadderError, check_known
+from ladder.scan.early import checked_row, layers_to_scan
 from ladder.scan.options import ScanOptions
-from ladder.wiring import canonical
+from ladder.scan.target import TargetMachine, check_wishes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ladder.scan.probe import Damage, OnMeasured
-    from ladder.scan.propose import Predictor, Proposal
+    from ladder.scan.propose import Proposal
     from ladder.scan.scan import Scan
+    from ladder.scan.target import Predictor
 
 CHARACTERS = 64  # of a text that are read for each token that is wanted: more than any text needs
 
@@ -31,11 +34,7 @@ CHARACTERS = 64  # of a text that are read for each token that is wanted: more t
 @verb(ScanOptions)
 def scan(options: ScanOptions) -> None:
     """Find the layers that another wiring damages least: each alone, growing sets, and a set to adapt."""
-    check_named(options.model)
-    check_known("dtype", options.dtype, ("auto", *DTYPES))
-    canonical(options.wiring)
-    if not options.data.exists():
-        raise LadderError(f"no such file: {options.data}")
+    _check(options)
     from ladder.plotting import load_pyplot, plot_style
     from ladder.scan.plot import draw
     from ladder.scan.propose import propose
@@ -64,6 +63,28 @@ def scan(options: ScanOptions) -> None:
         raise refused
 
 
+def _check(options: ScanOptions) -> None:
+    """What can be refused before torch is imported."""
+    check_model_named(options.model)
+    check_known("dtype", options.dtype, ("auto", *DTYPES))
+    check_name(options.device)
+    row = checked_row(options.wiring)
+    check_wishes(options.budget, options.speed)
+    if not options.data.exists():
+        raise LadderError(f"no such file: {options.data}")
+    if options.data.is_dir():
+        raise LadderError(f"{options.data} is a folder: a scan wants a file of text, such as ladder data reads")
+    if (config := early_config(options.model)) is not None:
+        sequence_length(options.seq_len, config.context)
+        layers_to_scan(config.wiring, row)
+        if options.speed is not None:
+            _target(options).predictor(config)
+
+
+def _target(options: ScanOptions) -> TargetMachine:
+    return TargetMachine(options.chip, options.tp, options.link, options.requests)
+
+
 def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     """All input is checked before a weight is read."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,11 +93,10 @@ def _measured(options: ScanOptions) -> tuple["Scan", "Predictor | None"]:
     from ladder.hf.families import refuse_other_than_decoders
     from ladder.hf.load import dtype_for, pretrained, quiet
     from ladder.scan.checkpoints import refuse_not_finite, refuse_quantized
-    from ladder.scan.probe import checked_row, layers_to_scan, original_wiring
-    from ladder.scan.propose import check_reach, check_wishes, size_between, size_for
+    from ladder.scan.probe import original_wiring
+    from ladder.scan.propose import check_reach, size_between, size_for
     from ladder.scan.scan import extend, scan
 
-    check_wishes(options.budget, options.speed)
     row = checked_row(options.wiring)
     device(options.device)
     with quiet(), steps_bar("loading") as progress:
@@ -112,10 +132,11 @@ def _sequences(options: ScanOptions, config: Any) -> tuple["Tensor", "Tensor | N
     from transformers import AutoTokenizer
 
     from ladder.hf.load import pretrained
-    from ladder.hf.measures import begin_of, checked_window
+    from ladder.hf.measures import begin_of
+    from ladder.scan.checkpoints import context_of
     from ladder.scan.scan import fit_sequences, scan_sequences
 
-    seq_len = checked_window(config, options.seq_len)
+    seq_len = sequence_length(options.seq_len, context_of(config.get_text_config()))
     text = _beginning(options.data, options.field, CHARACTERS * (options.tokens + (options.fit or 0) + 1))
     tokenizer = pretrained(AutoTokenizer, options.model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -131,8 +152,6 @@ def _beginning(file: Path, field: str, most: int) -> str:
     from ladder.data.documents import check_files, documents
     from ladder.hf.measures import read
 
-    if file.is_dir():
-        raise LadderError(f"{file} is a folder: a scan wants a file of text, such as ladder data reads")
     if file.suffix.lower() not in (".xz", ".gz", ".jsonl", ".parquet"):
         return read(file)[:most]
     check_files([file], field)
@@ -147,7 +166,6 @@ def _beginning(file: Path, field: str, most: int) -> str:
 
 def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":
     from ladder.config import ModelConfig
-    from ladder.scan.propose import TargetMachine
 
     if options.speed is None:
         return None
@@ -155,7 +173,7 @@ def _predictor(options: ScanOptions, config: Any) -> "Predictor | None":
         known = ModelConfig.from_hf(config.to_dict())
     except LadderError as error:
         raise LadderError(f"the speed of {options.model} cannot be predicted: {error}") from None
-    return TargetMachine(options.chip, options.tp, options.link, options.requests).predictor(known)
+    return _target(options).predictor(known)
 
 
 def _json_printer(options: ScanOptions, tokens: int, fitted: int, more: dict[str, Any]) -> "OnMeasured":

@@ -9,9 +9,10 @@ from pathlib import Path
 import typer
 
 from ladder.cli.verbs import verb, weights_bar
+from ladder.config.early import check_model_named
+from ladder.engine.early import prepared
 from ladder.engine.options import EngineOptions
-from ladder.errors import LadderError
-from ladder.hub import directory_of
+from ladder.errors import LadderError, install
 from ladder.server.options import ServerOptions
 
 
@@ -44,14 +45,15 @@ def serve(
     if server.engine == "vllm":
         from ladder.vllm.serve import become, handover
 
+        check_model_named(options.model, hub=False)
         become(handover(options, server, named, passed))
-    options = replace(options, model=directory_of(options.model), warm_up=server.warm_up)
     server.key()  # refused before anything is loaded
+    options = prepared(replace(options, warm_up=server.warm_up))
     logging.getLogger("uvicorn").setLevel("WARNING")
     try:
         from ladder.server import run
     except ModuleNotFoundError as error:
-        raise LadderError(f"serving needs {error.name}: pip install 'ladder-residual[serve]'") from None
+        raise LadderError(f"serving needs {error.name}: {install('serve')}") from None
     from ladder.engine.setup import Setup
 
     setup = Setup(options)

@@ -5,13 +5,13 @@ from typing import Any
 import typer
 
 from ladder.cli.verbs import steps_bar, verb
-from ladder.config.fields import check_named
+from ladder.config.early import check_model_named
 from ladder.data.check import check_training_data
 from ladder.files import check_new, writable
+from ladder.scan.early import check_early, refuse_local, refuse_standard
 from ladder.scan.options import FitOptions
+from ladder.train.early import adapt_early, train_early
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
-from ladder.train.recipes import check_start
-from ladder.wiring import check_names
 
 
 @verb(FitOptions)
@@ -19,10 +19,12 @@ def fit(options: FitOptions) -> None:
     """Fit a model's weights to another wiring by least squares, layer by layer: no training. Train the result further
     with ladder adapt --init-from.
     """
-    check_named(options.model)
+    check_model_named(options.model)
     check_new(options.out.resolve())
-    check_names(options.wiring)
     check_training_data(options.data)
+    if (known := check_early(options.model, options.wiring, options.seq_len)) is not None:
+        refuse_standard(known[0])
+        refuse_local(known[0])
     from ladder.scan.fit import fit  # imports for seconds: not for what can be refused at once
     from ladder.scan.fit_inputs import fit_inputs, reads_inputs
 
@@ -44,9 +46,9 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
     """Train a model under another wiring by self-distillation from its original. Continues a run that was stopped;
     under torchrun on several GPUs and machines.
     """
-    check_named(options.model)
+    check_model_named(options.model)
     writable(options.out)
-    check_names(options.wiring)
+    adapt_early(options, training)
     _check_data(training)
     from ladder.scan.fit_inputs import reads_inputs  # imports for seconds: not for what can be refused at once
     from ladder.train.distill import adapt
@@ -61,8 +63,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
 def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[str]) -> None:
     """Train a model of any wiring from scratch."""
     writable(options.out)
-    check_names(options.wiring)
-    check_start(options.size, options.recipe)
+    train_early(options, training, named)
     _check_data(training)
     from ladder.train.scratch import train  # imports for seconds: not for what can be refused at once
 

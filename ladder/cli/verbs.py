@@ -26,6 +26,7 @@ from typer.core import TyperCommand
 
 from ladder import __version__
 from ladder.cli.help import EXAMPLES, GROUPS, MEASURE, STATUS
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.engine.options import RENAMED as ENGINE_RENAMED
 from ladder.logs import LEVELS, current_level, level_number, shown
 
@@ -229,8 +230,6 @@ def told_little() -> bool:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    from ladder.engine.executors.control import torchrun_rank  # here: it imports torch
-
     console, own = Console(stderr=True), torchrun_rank()
     drawn = console.is_terminal and not told_little() and (own is None or own.rank == 0)
     return Progress(*columns, console=console, transient=True, disable=not drawn)

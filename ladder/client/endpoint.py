@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 
 APIS = {"completions": "/completions", "chat": "/chat/completions"}  # by name: the path behind /v1
 DETAIL = 300  # characters of an answer that an error shows
@@ -26,7 +26,7 @@ def load_httpx() -> Any:
     try:
         import httpx
     except ImportError:
-        raise LadderError("talking to an endpoint needs httpx: pip install 'ladder-residual[load]'") from None
+        raise LadderError(f"talking to an endpoint needs httpx: {install('load')}") from None
     return httpx
 
 

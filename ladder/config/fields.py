@@ -4,7 +4,6 @@ import gzip
 import json
 import lzma
 import math
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,16 +26,6 @@ def read_text(path: Path) -> str:
         raise LadderError(f"no such file: {path}") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise LadderError(f"{path} cannot be read: {error}") from None
-
-
-def check_named(name: str) -> None:
-    """Refuse what is neither a directory nor spelled as a model of the hub."""
-    try:
-        there = Path(name).is_dir()
-    except OSError:  # a name that is too long, for one
-        there = False
-    if not there and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise LadderError(f"{name[:200]} is neither a directory nor the name of a model on the hub, as in org/name")
 
 
 def check_no_side(directory: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ladder.config.early import check_model_named
 from ladder.config.families import FAMILIES, Family
 from ladder.config.fields import read_config, read_json, token_ids, whole_number
 from ladder.config.lock import locked, ranks_of, shared_norm_of, unlocked, wiring_of
@@ -22,12 +23,7 @@ SCALES = {**OPTIONAL, "embed_scale": 1.0, "residual_scale": 1.0, "logit_divisor"
 
 def read_directory(directory: Path) -> ModelConfig:
     """Read config.json; end-of-text ids come from generation_config.json where there is one."""
-    try:
-        there = directory.is_dir()
-    except OSError:  # a name that is too long, for one
-        there = False
-    if not there:
-        raise LadderError(f"no such model directory: {str(directory)[:200]}")
+    check_model_named(directory, hub=False)
     raw = read_config(directory)
     generation = directory / "generation_config.json"
     if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from ladder.config.fields import whole_number
-from ladder.errors import LadderError, check_known
+from ladder.errors import LadderError, check_known, install
 
-INSTALL = "pip install 'ladder-residual[quantized]'"
 GROUPS = (32, 64, 128)  # inputs of int4 that share a scale
 # what the transformers host can read
 ELSEWHERE = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "aqlm", "vptq", "higgs", "spqr", "bitnet", "mxfp4")
@@ -174,7 +173,7 @@ def _parsed(raw: Mapping[str, Any]) -> Any:
     try:
         from compressed_tensors.quantization import QuantizationConfig
     except ImportError:
-        raise LadderError(f"weights of compressed-tensors need the package compressed-tensors: {INSTALL}") from None
+        raise LadderError(f"weights of compressed-tensors need that package: {install('quantized')}") from None
     try:
         return QuantizationConfig.model_validate(dict(raw))
     except Exception as error:

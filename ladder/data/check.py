@@ -8,6 +8,7 @@ from typing import Any
 from ladder.data.documents import check_files
 from ladder.errors import LadderError
 from ladder.files import check_new
+from ladder.hub import NAME
 
 END = "<|end|>"  # of a text, for tokenizers that are trained here
 BYTES = 256  # entries that every byte-level tokenizer has
@@ -33,7 +34,7 @@ def check_tokenizing(
 
 def check_tokenizer_named(name: str) -> None:
     """Refuse what is neither a directory nor spelled as one of the hub."""
-    if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if not Path(name).is_dir() and not re.fullmatch(NAME, name):
         raise LadderError(f"no such tokenizer directory: {name[:200]}; one of the hub is named as in org/name")
 
 

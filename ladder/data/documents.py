@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ladder.config.fields import UNPACKERS
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 
 CHUNK = 1 << 20  # bytes of text that are read at a time
 LONGEST = 1 << 18  # characters of a piece
@@ -194,7 +194,7 @@ def _parquet(file: Path, field: str) -> Any:
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise LadderError(f"{file} needs pyarrow ({error}): pip install 'ladder-residual[data]'") from None
+        raise LadderError(f"{file} needs pyarrow ({error}): {install('data')}") from None
     with _readable(file):
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)  # not a whole row group in memory
     kinds = dict(zip(table.schema_arrow.names, table.schema_arrow.types, strict=True))

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ladder.engine.executors.control import torchrun_rank
 from ladder.engine.executors.start import start
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.engine.frontend.supervisor import Restarts, Start, Status, Supervisor
 from ladder.engine.options import EMBEDDED, RENAMED, EngineOptions, SamplingParams
 from ladder.engine.requests import Chunk, Prompt, Request, Result

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ladder.engine.executors.start import Executor, adopt_torchrun_size, start
+from ladder.engine.executors.start import Executor, start
+from ladder.engine.executors.torchrun import adopt_torchrun_size
 from ladder.engine.frontend.open_requests import OpenRequests
 from ladder.engine.options import EMBEDDED, RENAMED, EngineOptions, SamplingParams
 from ladder.engine.requests import Chunk, Prompt, Request, Result

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 from ladder.checkpoint import Directory
 from ladder.comm.base import RankOnly
-from ladder.comm.link import Link
 from ladder.config import ModelConfig
 from ladder.devices import computing_dtype, converts_fp8, device
-from ladder.engine.executors.control import torchrun_rank
+from ladder.engine.early import check_options, checked_config
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.engine.memory import check_machine, check_memory
 from ladder.engine.options import EngineOptions, SamplingParams
 from ladder.engine.requests import Prompt, Request
 from ladder.engine.text import Text, encode, load_tokenizer
 from ladder.errors import LadderError
-from ladder.kernels.table import read_table
 from ladder.model import Decoder
 
 
@@ -25,34 +24,19 @@ class Setup:
     def __init__(self, options: EngineOptions, tokenizer: bool = True) -> None:
         """`tokenizer`: False where only token ids are used."""
         self.options = options
-        self.link = None if options.emulate_link is None else Link.parse(options.emulate_link)
+        self.link, self.table = check_options(options)
         self.device = device(options.device)
-        if options.comm_backend in ("symmetric", "nccl") and self.device.type != "cuda":
-            raise LadderError(
-                f"comm_backend {options.comm_backend!r} connects GPUs, the device is {options.device}: "
-                "use --device cuda"
-            )
         if options.cache_dtype == "fp8" and options.kernels and not converts_fp8(self.device):
             raise LadderError(
                 "cache_dtype fp8 needs a GPU of compute capability 8.9 or newer: leave it out, or use --no-kernels"
             )
-        self.table = {} if options.tuned is None else read_table(options.tuned)
-        if options.tuned is not None and self.device.type != "cuda":
-            raise LadderError(f"tuned kernels are for GPUs, the device is {options.device}: use --device cuda")
         self.directory = Directory(options.model)
-        config = self.directory.config
-        if options.wiring is not None:
-            config = config.rewired(options.wiring)
+        config = checked_config(self.directory.config, options)
         config = replace(config, dtype=computing_dtype(options.dtype, config.dtype, self.device))
         self.config: ModelConfig = config
         if options.cache_dtype == "fp8" and config.dtype == "float64":
             raise LadderError("cache_dtype fp8 is not for float64 models: use another --dtype")
-        config.check_degree(options.tp, options.expert_parallel)
         check_memory(options, config)
-        if config.ranks not in (1, options.tp):
-            raise LadderError(
-                f"{options.model} was trained for {config.ranks} ranks, not {options.tp}: give --tp {config.ranks}"
-            )
         ranks = (
             Decoder(config, RankOnly(rank, options.tp), device="meta", expert_parallel=options.expert_parallel)
             for rank in range(options.tp)

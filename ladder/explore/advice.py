@@ -26,12 +26,12 @@ def advice(rows: Mapping[str, Row], measured: float | None = None) -> dict[str, 
     """`verdict`: nothing, little or yes; `headline`: one sentence; `reasons`: some more. `rows`: by wiring; `measured`:
     how many times as fast as standard Ladder was in this very setting, which then counts.
     """
-    standard, ladder, bound = rows["standard"], rows["ladder"], rows["none"]
+    standard, ladder, none = rows["standard"], rows["ladder"], rows["none"]
     gain = ladder["speedup"] if measured is None else measured
     verdict = "nothing" if gain < NOTHING else "little" if gain < LITTLE else "yes"
     alone = standard["tp"] == 1
     times = f"{gain:.2f}{TIMES}"
-    most = f"standard without any communication would be {bound['speedup']:.2f}{TIMES}"
+    most = f"standard without any communication would be {none['speedup']:.2f}{TIMES}"
     if verdict == "nothing":
         headline = f"Ladder gives you nothing here ({times})."
     elif alone:

@@ -56,7 +56,7 @@ class Answers:
                     found.setdefault(wiring, []).append([alpha, rows[0]["tpot_ms"] / row["tpot_ms"]])
         chosen = None if choice.tp == 1 else known_link(choice.link)[0].alpha * 1e6
         measured = self._measured.speedups(choice)
-        # the bound `none` soon leaves all others behind
+        # `none` soon leaves all others behind
         heights = [y for wiring, points in found.items() if wiring != "none" for _, y in points]
         heights += [point["y"] for point in measured if point["wiring"] != "none"]
         reach = [min([0.96, *heights]) / 1.02, max([1.2, *heights]) * 1.08]

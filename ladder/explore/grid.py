@@ -12,6 +12,7 @@ from ladder.explore.answers import Answers
 from ladder.explore.choices import Choice, Offer
 from ladder.explore.measured import Measured
 from ladder.explore.page import page
+from ladder.files import check_file, write_text
 from ladder.perf.plan import SWEEPS
 
 MOST = 5000  # settings: the file has all of their answers
@@ -27,10 +28,7 @@ def write(offer: Offer, inputs: Sequence[Path], path: Path, progress: Progress) 
         raise LadderError(
             f"{len(choices):,} settings are too many for a file ({MOST:,} at most): offer fewer sizes, chips or links"
         )
-    if not path.parent.is_dir() or path.is_dir():
-        raise LadderError(f"{path} cannot be written: name an HTML file in a folder that exists")
-    with path.open("a", encoding="utf-8"):
-        pass  # an error before the work
+    check_file(path)  # an error before the work
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         groups.setdefault(choice.frontier_key, []).append(choice)
@@ -44,7 +42,7 @@ def write(offer: Offer, inputs: Sequence[Path], path: Path, progress: Progress) 
                 found[name] |= answers
             done += len(part.result()["answer"]) + len(part.result()["refused"])
             progress(done, len(choices), "predicting")
-    path.write_text(page(offer, found), encoding="utf-8")
+    write_text(path, page(offer, found))
     return len(choices)
 
 

@@ -180,6 +180,8 @@ async function redraw() {
   if (shown.frontier) await drawFrontier();
 }
 
+const JOINED = document.querySelector("#layer .quiet").textContent;
+const ALONE = "All on one time axis: what is computed, on one lane or on two, and what waits for the other lane. One GPU has no all-reduces.";
 const us = (value) => `${number(value, 1)} µs`;
 // A lane of computation, or two; the link's below.
 function place(bar, lanes) {
@@ -190,7 +192,7 @@ function place(bar, lanes) {
 }
 async function drawLayer() {
   const { rows, timelines } = shown.answer, records = [];
-  const longest = Math.max(...timelines.map((step) => step.us));
+  const longest = Math.max(...timelines.map((step) => step.us)), alone = choice.tp === "1";
   timelines.forEach((step, order) => {
     const row = rows[order], arm = row.wiring;
     const lanes = step.lanes === 2 ? " on two lanes" : "";
@@ -198,7 +200,7 @@ async function drawLayer() {
     const first = new Set();
     for (const bar of step.bars) {
       const [kind, name, , begin, end, after, since] = bar, [top, bottom] = place(bar, step.lanes);
-      const what = { wait: `${name} waits`, "all-reduce": `all-reduce of ${name}` }[kind] ?? name;
+      const what = { wait: alone ? `${name} waits for the other lane` : `${name} waits`, "all-reduce": `all-reduce of ${name}` }[kind] ?? name;
       const tips = [["takes", us(end - begin)], ["begins at", us(begin)]];
       if (after) tips.push(["needs the all-reduce of", after], ["which ends at", us(since)]);
       const label = kind === "all-reduce" || kind === "wait" || end - begin < 0.06 * longest ? undefined : name.split(" ")[1];
@@ -209,9 +211,12 @@ async function drawLayer() {
       }
     }
   });
-  const step = timelines[0];
+  const step = timelines[0], chart = structuredClone(charts.layer);
   plot("layer").dataset.layers = `${step.first}`;
-  await draw(plot("layer"), { ...charts.layer, datasets: { bars: records } }, `layers ${step.first} and ${step.first + 1} of a step`, hidden);
+  for (const entry of byId("kinds").children) entry.hidden = alone && entry.textContent === "all-reduce";
+  document.querySelector("#layer .quiet").textContent = alone ? ALONE : JOINED;
+  if (alone) for (const { encoding } of chart.spec.layer) if (encoding.y?.axis) encoding.y.axis.values = [1]; // no link
+  await draw(plot("layer"), { ...chart, datasets: { bars: records } }, `layers ${step.first} and ${step.first + 1} of a step`, hidden);
 }
 async function drawCurve() {
   const { curves, chosen, measured, reach, refused } = shown.curve;
@@ -252,6 +257,7 @@ async function drawFrontier() {
 // --- the page -------------------------------------------------------------------------------------------------------
 
 kindsLegend(byId("kinds"));
+scrollHint(document.querySelector("#wirings .scroll"));
 byId("about").textContent = DATA.about;
 fromAddress();
 showChoices();

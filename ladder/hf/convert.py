@@ -19,8 +19,9 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from ladder.checkpoint import INDEX, SINGLE, weight_files
+from ladder.config.early import check_model_named
 from ladder.config.families import FAMILIES as NATIVE
-from ladder.config.fields import check_named, read_config
+from ladder.config.fields import read_config
 from ladder.config.hf import KEYS
 from ladder.config.lock import TOWERS, locked, shared_norm_of, unlocked, wiring_of
 from ladder.config.quantization import READERS
@@ -63,7 +64,7 @@ def convert_from(
     source = Path(model)
     if source.is_dir():
         return _convert(source, source.resolve().name, out, wiring, progress)
-    check_named(model)
+    check_model_named(model)
     with new_folder(out, ".download") as folder:  # beside `out`, on its disk, whence the files are only moved
         _download(model, revision, folder)
         return _convert(folder, model, out, wiring, progress, move=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.hf.load import quiet, reason
 from ladder.hf.measures import Estimate, read
 from ladder.progress import Progress
@@ -46,7 +46,7 @@ class Harness:
             self._wrap = without_bars(importlib.import_module("lm_eval.models.huggingface").HFLM)
             self._datasets = importlib.import_module("datasets")
         except ImportError as error:
-            raise LadderError(f"tasks need lm-eval ({error}): pip install 'ladder-residual[eval]'") from None
+            raise LadderError(f"tasks need lm-eval ({error}): {install('eval')}") from None
         self._mean, self._perplexity = metrics.mean, metrics.perplexity
         self.tasks, self.groups = dict[str, Any](), dict[str, Any]()
         with self._quiet():

@@ -16,10 +16,11 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from ladder.config.fields import ADAPTER, check_named, check_no_side
+from ladder.config.early import check_model_named
+from ladder.config.fields import ADAPTER, check_no_side
 from ladder.config.inside import check_model, check_no_code, check_tokenizer
 from ladder.devices import computing_dtype, device
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.perf.memory import check_host, free_bytes
 
 SURELY = 16  # a model surely fits where its files and the bytes for each weight multiply to this share of what is free
@@ -27,7 +28,7 @@ SURELY = 16  # a model surely fits where its files and the bytes for each weight
 
 def pretrained(auto: Any, name: str, **options: Any) -> Any:
     """`auto.from_pretrained` of a directory or a hub id. Weights of compressed-tensors are dequantized."""
-    check_named(name)
+    check_model_named(name, config=auto.__name__ != "AutoTokenizer")
     local = Path(name).is_dir()
     if auto.__name__ != "AutoTokenizer":
         check_no_side(Path(name))
@@ -39,7 +40,7 @@ def pretrained(auto: Any, name: str, **options: Any) -> Any:
         options |= {"trust_remote_code": False, "local_files_only": local}
         if auto.__name__.startswith("AutoModel"):
             if (Path(name) / ADAPTER).exists() and find_spec("peft") is None:
-                raise LadderError(f"{name} has an adapter, which needs peft: pip install 'ladder-residual[train]'")
+                raise LadderError(f"{name} has an adapter, which needs peft: {install('train')}")
             config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
             each = _bytes_each(config, options.get("dtype"))
             check_weights(auto, name, config, each, "use a smaller model, or a narrower --dtype")

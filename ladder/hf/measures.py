@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ladder.config.early import LONGEST, check_window
 from ladder.config.fields import read_text
 from ladder.errors import LadderError
 from ladder.perf.memory import check_host
 from ladder.progress import Progress
 
 GROUPS = 200  # of the jackknife, at most: it calls what it is given once for each
-LONGEST = 1024  # tokens of a window where nothing else is asked for: logits of a batch must fit into memory
 Score = Callable[[list[Tensor], Tensor], Tensor]  # (each model's logits [window, vocab], targets) -> sums
 
 
@@ -192,11 +192,8 @@ def shown(value: float | None, stderr: float | None, sign: str = "") -> str:
 def checked_window(config: Any, window: int | None) -> int:
     """The window to use for a model of this config."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)  # None: any length
-    if window is None:
-        return min(context or LONGEST, LONGEST)
-    if window < 1 or (context is not None and window > context):
-        raise LadderError(f"window is {window} tokens: it must be from 1 to the model's context, {context or 'any'}")
-    return window
+    check_window(window, context)
+    return min(context or LONGEST, LONGEST) if window is None else window
 
 
 def scaled(number: float | None, factor: float) -> float | None:

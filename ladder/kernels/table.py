@@ -128,6 +128,8 @@ def read_table(path: Path) -> dict[str, dict[Shape, Config]]:
     """What `ladder tune` wrote, by chip."""
     try:
         return Table.read([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    except FileNotFoundError:
+        raise LadderError(f"no such file: {path}; ladder tune writes a table of tuned kernels") from None
     except OSError as error:
         raise LadderError(f"no table of tuned kernels: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -3,12 +3,12 @@
 import asyncio
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from ladder.errors import LadderError
-from ladder.files import LineFile, writable
+from ladder.files import LineFile, check_appendable
 from ladder.load.exchange import Exchanger, Outcome
 from ladder.load.options import LoadOptions
 from ladder.load.prepare import Prepared, prepare
@@ -20,12 +20,13 @@ from ladder.progress import Progress
 SPARE_FILES = 128  # that this process may need beside its connections
 
 
-def load(options: LoadOptions, stamp: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
-    """The line of each run. `stamp`: the machine that this runs on. What is wrong with the options or the file of
-    requests is refused before anything is sent. Ctrl-C ends the runs; the one it meets has a line of what finished.
+def load(options: LoadOptions, stamp: Callable[[], Mapping[str, Any]], progress: Progress) -> list[dict[str, Any]]:
+    """The line of each run. `stamp`: the machine that this runs on; asked for when the endpoint has answered. What is
+    wrong with the options or the file of requests is refused before anything is sent. Ctrl-C ends the runs; the one it
+    meets has a line of what finished.
     """
     planned = plan(options)
-    writable(options.out.absolute().parent)
+    check_appendable(options.out)
     if options.out.exists():
         with options.out.open("rb") as file:
             if not (file.read(1024).lstrip() or b"{").startswith(b"{"):
@@ -55,9 +56,14 @@ class Load:
     """The runs of one command: the same requests, arriving in different ways."""
 
     def __init__(
-        self, options: LoadOptions, planned: Sequence[Planned], stamp: Mapping[str, Any], progress: Progress
+        self,
+        options: LoadOptions,
+        planned: Sequence[Planned],
+        stamp: Callable[[], Mapping[str, Any]],
+        progress: Progress,
     ) -> None:
-        self._options, self._planned, self._stamp, self._progress = options, planned, stamp, progress
+        self._options, self._planned, self._progress = options, planned, progress
+        self._stamp, self._machine = stamp, dict[str, Any]()
         self._before = 0  # requests of earlier runs
         self._tokens = 0  # new ones, of this run
 
@@ -66,6 +72,7 @@ class Load:
         self._show(0, f"asking {options.endpoint.base}")
         async with Exchanger(options.endpoint, options.api, options.timeout) as exchanger:
             prepared = await prepare(exchanger, options, self._planned)
+            self._machine.update(self._stamp())
             for arrivals in options.runs:
                 id = secrets.token_hex(4)
                 with LineFile(options.out).opened() as write:
@@ -100,7 +107,7 @@ class Load:
             "timeout_s": options.timeout,
         }
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        return {**head, **summary(made, self._planned, options.objectives), **self._stamp, "time": time}
+        return {**head, **summary(made, self._planned, options.objectives), **self._machine, "time": time}
 
     def _count(self, made: Run, outcome: Outcome, now: float) -> None:
         self._tokens += outcome.output_tokens

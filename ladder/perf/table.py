@@ -18,13 +18,21 @@ from ladder.perf.costs import RankCosts
 from ladder.wiring import EXAMPLES, Wiring
 
 Row = dict[str, Any]
+Cells = tuple[list[list[str]], int]  # heads and rows; how many of the columns were given
+GAP = 2  # between two columns, and before the first and behind the last together
 
 GIVEN = {"wiring": "wiring", "tp": "TP", "batch": "batch", "link": "link", "alpha_us": "alpha us", "pp": "PP"}
 GIVEN |= {"nodes": "nodes", "gpus": "GPUs", "prompt": "prompt", "new": "new", "weights": "weights"}
 USUAL = {"pp": 1, "nodes": 1}  # what is not worth a word
 IMPLIED = {"alpha_us": "link", "gpus": "tp"}  # by what is shown beside it
-FIGURES = {"tpot_ms": "ms/token", "speedup": "x standard", "exposed_ms": "exposed ms"}
-FIGURES |= {"tokens_per_s": "tokens/s", "tokens_per_s_user": "/user", "tokens_per_s_gpu": "/GPU"}
+FIGURES = {"tpot_ms": "ms per\ntoken", "speedup": "times\nstandard", "exposed_ms": "exposed\nms"}
+FIGURES |= {"tokens_per_s": "tokens/s\nin all", "tokens_per_s_user": "tokens/s\nper user"}
+FIGURES |= {"tokens_per_s_gpu": "tokens/s\nper GPU"}
+HEADS = (
+    "exposed: what waits for all-reduces, in each token's time; tokens/s in all and per GPU: of all requests, with the "
+    "time that their prompts take; per user: of one request once its prompt is read"
+)
+NONE = "none is no model: no communication, one sub-block after the other; a wiring on two lanes can be faster"
 DETAILS = {"attention_us": "attn us", "mlp_us": "MLP us", "all_reduce_us": "all-reduce us", "lanes": "lanes"}
 DETAILS |= {"comm_ms": "comm ms", "prefill_s": "prefill s"}
 FOOT = {
@@ -47,9 +55,10 @@ def print_plan(rows: Sequence[Row], console: Console, details: bool = False) -> 
         settings = _settings(some, varied)
         if not details and len(wirings) > 1 and len(settings) > 1 and len(some) == len(wirings) * len(settings):
             _say(console, GRID)
-            _print(console, _grid(settings, varied, wirings))
+            _print(console, *_grid(settings, varied, wirings))
         else:
-            _print(console, _list(some, shared, details))
+            _print(console, *_list(some, shared, details))
+            _say(console, HEADS)
         _print_foot(some, console)
 
 
@@ -82,17 +91,17 @@ def _settings(rows: Sequence[Row], varied: Sequence[str]) -> dict[tuple[Any, ...
     return found
 
 
-def _grid(settings: dict[tuple[Any, ...], dict[str, Row]], varied: Sequence[str], wirings: Sequence[str]) -> Table:
+def _grid(settings: dict[tuple[Any, ...], dict[str, Row]], varied: Sequence[str], wirings: Sequence[str]) -> Cells:
     kept = [number for number, key in enumerate(varied) if not _follows(key, varied)]
-    table = _table([*(GIVEN[varied[number]] for number in kept), *wirings])
+    lines = [[*(GIVEN[varied[number]] for number in kept), *wirings]]
     for given, rows in settings.items():
         cells = []
         for wiring in wirings:
             row = rows[wiring]
             over = "" if row["speedup"] is None or wiring == "standard" else f" {row['speedup']:.2f}x"
             cells.append(f"{_shown(row['tpot_ms'])}{over}")
-        table.add_row(*(_shown(given[number]) for number in kept), *cells)
-    return table
+        lines.append([*(_shown(given[number]) for number in kept), *cells])
+    return lines, len(kept)
 
 
 def _follows(key: str, varied: Sequence[str]) -> bool:
@@ -100,29 +109,47 @@ def _follows(key: str, varied: Sequence[str]) -> bool:
     return IMPLIED.get(key) in varied
 
 
-def _list(rows: Sequence[Row], shared: Sequence[str], details: bool) -> Table:
+def _list(rows: Sequence[Row], shared: Sequence[str], details: bool) -> Cells:
     varied = [key for key in GIVEN if key not in shared]
     given = {key: GIVEN[key] for key in varied if details or not _follows(key, varied)}
     columns = {**given, **FIGURES, **(DETAILS if details else {})}
     if all(row["speedup"] is None for row in rows):
         del columns["speedup"]
-    table = _table(list(columns.values()))
-    for row in rows:
-        table.add_row(*(_shown(row[key]) for key in columns))
-    return table
+    return [list(columns.values()), *([_shown(row[key]) for key in columns] for row in rows)], len(given)
 
 
-def _table(heads: Sequence[str]) -> Table:
-    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-
-
-def _print(console: Console, table: Table) -> None:
-    """As wide as it must be: figures that are cut off are none."""
+def _print(console: Console, lines: Sequence[Sequence[str]], given: int) -> None:
+    """Heads and rows, of which the first columns are `given`. What is wider than the console goes on below, the given
+    columns again: nothing is cut off.
+    """
     before = console.width
-    console.width = max(before, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
-    console.print(table)
-    console.width = before
+    for number, columns in enumerate(_blocks(lines, given, before)):
+        if number:
+            _say(console, "the same rows, further columns:")
+        heads = (Column(lines[0][column], justify="right", no_wrap=True) for column in columns)
+        table = Table(*heads, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        for line in lines[1:]:
+            table.add_row(*(line[column] for column in columns))
+        console.width = max(before, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
+        console.print(table)
+        console.width = before
+
+
+def _blocks(lines: Sequence[Sequence[str]], given: int, width: int) -> list[list[int]]:
+    """The columns of each part of a table: the given ones, and as many others as the width has room for, at least
+    one.
+    """
+    widths = [max(len(part) for line in lines for part in line[column].split("\n")) for column in range(len(lines[0]))]
+    first = list(range(given))
+    blocks, room = [[*first]], width - sum(widths[column] + GAP for column in first)
+    left = room
+    for column in range(given, len(widths)):
+        if widths[column] + GAP > left and len(blocks[-1]) > given:
+            blocks.append([*first])
+            left = room
+        blocks[-1].append(column)
+        left -= widths[column] + GAP
+    return blocks
 
 
 def _print_foot(rows: Sequence[Row], console: Console) -> None:
@@ -138,7 +165,7 @@ def _print_foot(rows: Sequence[Row], console: Console) -> None:
         names = dict.fromkeys(row["weights"] for row in rows if row["assumed"] == assumed)
         _say(console, f"remark: {', '.join(names)}: {assumed}")
     if any(row["wiring"] == "none" for row in rows):
-        _say(console, "none is no model: no communication, one sub-block after the other")
+        _say(console, NONE)
 
 
 def _say(console: Console, text: str) -> None:

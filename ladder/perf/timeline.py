@@ -51,7 +51,8 @@ def timeline(d: Deployment, layers: int = 2) -> Timeline:
     events = events_of(s, step)
     begins = {event.block: event.begin for event in events if event.kind == "compute"}
     start, until = begins[2 * first], begins.get(2 * (first + layers), max(event.end for event in events))
-    bars = [_bar(event, start, until) for event in events if event.end > start and event.begin < until]
+    there = [event for event in events if s.tp > 1 or event.kind != "all-reduce"]  # one GPU has none
+    bars = [_bar(event, start, until) for event in there if event.end > start and event.begin < until]
     sums = _newest(blocks) if s.tp > 1 else {}
     ends = {event.block: event.end for event in events if event.kind == "all-reduce"}
     linked = [_linked(bar, event, sums, ends, start) for bar, event in bars]

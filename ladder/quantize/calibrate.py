@@ -34,7 +34,8 @@ from ladder.quantize.gptq import gptq
 from ladder.quantize.options import CalibrationOptions, QuantizeOptions
 from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
 from ladder.scan.activations import Activations, inputs_of, layer_calls, projection, record, run_layer, widened
-from ladder.scan.checkpoints import read_original, read_tokenizer, refuse_local
+from ladder.scan.checkpoints import read_original, read_tokenizer
+from ladder.scan.early import refuse_local
 from ladder.scan.fit import computing_dtype, data_sequences, enough_memory, tokens_for
 from ladder.scan.solve import RIDGE, NormalEquations, adding_equations, reading_equations
 from ladder.wiring import Wiring
@@ -52,22 +53,22 @@ class Calibration:
         self._options, self._calibration = options, calibration
         self._device, name = device_type(calibration.device), str(options.model)
         with quiet():
-            self._config, wiring = read_original(name, calibration.wiring, calibration.seq_len)
+            self._config, wiring, length = read_original(name, calibration.wiring, calibration.seq_len)
             refuse_local(wiring)
             self._wiring = None if calibration.wiring is None else wiring
-            self._sequences = self._read(name, calibration.calibrate)
+            self._sequences = self._read(name, calibration.calibrate, length)
         self._results: Iterator[tuple[str, Rounded]] | None = None
         self._waiting: dict[str, Rounded] = {}
         self._linear: set[str] = set()
 
-    def _read(self, name: str, text: Path) -> Tensor:
+    def _read(self, name: str, text: Path, length: int) -> Tensor:
         """[n, length] tokens of a folder of shards or of a file."""
         calibration, wanted = self._calibration, self._calibration.tokens or tokens_for(self._config)
         with TemporaryDirectory() as folder:
             if not text.is_dir():
                 text = tokenize([text], Path(folder) / text.name, name).folder
             read_tokenizer(name, self._config, text)
-            return data_sequences(text, calibration.seq_len, calibration.batch, wanted)[0]
+            return data_sequences(text, length, calibration.batch, wanted)[0]
 
     def __str__(self) -> str:
         return f"GPTQ on {self._sequences.numel()} tokens of text"

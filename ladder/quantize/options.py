@@ -1,8 +1,11 @@
 """Options of `ladder quantize`. The command line is generated from these classes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ladder.config.early import SEQ_LEN_HELP
 from ladder.config.quantization import GROUPS, NAMED, Storage
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_types, option, required
@@ -52,7 +55,7 @@ class CalibrationOptions:
     tokens: int | None = option(
         None, "Tokens to calibrate on, spread over the text; default: 64 for each input of the widest projection."
     )
-    seq_len: int = option(1024, "Tokens of a sequence.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(8, "Sequences at a time.")
     ridge: float = option(0.01, "Ridge regression: how strongly weights are kept near the original's.")
     dtype: str = option(
@@ -66,3 +69,9 @@ class CalibrationOptions:
         for name in ("wiring", "tokens"):
             if self.calibrate is None and getattr(self, name) is not None:
                 raise LadderError(f"--{name} needs a text: give --calibrate")
+
+
+def check_not_quantized(model: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose config.json says that its matrices are quantized."""
+    if raw.get("quantization_config"):
+        raise LadderError(f"{model} is quantized already: name the checkpoint it was made from")

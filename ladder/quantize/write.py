@@ -27,7 +27,7 @@ from ladder.hf.convert import beside, check_space, rewired
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.progress import Progress
-from ladder.quantize.options import FORMATS, QuantizeOptions
+from ladder.quantize.options import FORMATS, QuantizeOptions, check_not_quantized
 from ladder.quantize.packing import WORD, packed, planned, settings
 from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
 from ladder.quantize.tensors import Entry, Output, Spec, entries, side_by_side
@@ -67,8 +67,7 @@ def quantize(
     begun, out, storage = perf_counter(), options.out.resolve(), options.storage
     check_new(out)
     raw = read_config(options.model)
-    if raw.get("quantization_config"):
-        raise LadderError(f"{options.model} is quantized already: name the checkpoint it was made from")
+    check_not_quantized(options.model, raw)
     source = Directory(options.model)
     config, matrices = source.config, _matrices(source, options)
     wiring, plain = config.wiring, {key: value for key, value in unlocked(raw).items() if key != "auto_map"}  # no code

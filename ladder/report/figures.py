@@ -109,7 +109,7 @@ def latency(rows: Sequence[Row]) -> list[Panel]:
 
 
 def heights(panel: Panel) -> tuple[float, float]:
-    """From where to where the axis of a latency panel reaches: the bound `none` soon leaves all others behind."""
+    """From where to where the axis of a latency panel reaches: `none` soon leaves all others behind."""
     values = [value for mark in panel.marks[""] for value in (mark.y, mark.low or mark.y, mark.high or mark.y)]
     values += [y for arm, curve in panel.curves.items() if arm != "none" for _, y in curve]
     return min(0.95, *values) / 1.03, max(1.2, *values) * 1.06

@@ -93,6 +93,7 @@ function figure(id, title, words, panels, options = {}) {
 function table(parent, columns, cells, name) {
   const box = html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, parent);
   const made = html("table", {}, box), head = html("tr", {}, html("thead", {}, made)), body = html("tbody", {}, made);
+  scrollHint(box);
   let by = -1, direction = 1;
   const order = (a, b) => (a === null || b === null ? (a === null) - (b === null) : direction * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b))));
   const written = (value, { digits }) => (value === null ? "" : typeof value === "number" ? number(value, digits ?? undefined) : value);
@@ -140,8 +141,8 @@ function page() {
   for (const words of DATA.notes) html("p", { class: "quiet" }, document.getElementById("summary"), words);
   const { figures } = DATA;
   if (DATA.rows.cells.length) {
-    const bound = "none" in DATA.looks ? " The arm none has no communication: standard's bound, not a model." : "";
-    figure("throughput", "Throughput by wiring", `Whiskers: the quartiles of a token's time over the repetitions.${bound}`, figures.throughput);
+    const remark = "none" in DATA.looks ? " The arm none has no communication, and is no model; an arm on two lanes can be faster." : "";
+    figure("throughput", "Throughput by wiring", `Whiskers: the quartiles of a token's time over the repetitions.${remark}`, figures.throughput);
     figure("frontier", "Pareto frontier", "Further right: faster answers. Further up: cheaper tokens. Each point is a batch and a TP degree.", figures.frontier, {
       none: "A frontier needs more than one batch or TP degree.",
     });

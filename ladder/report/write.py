@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladder.charts.library import MISSING, installed
+from ladder.charts.library import installed, missing
 from ladder.charts.looks import looks
-from ladder.errors import LadderError
+from ladder.files import check_folder, write_text
 from ladder.report.figures import frontier, latency, throughput
 from ladder.report.lines.read import load
 from ladder.report.load_figures import load_latency, load_rate
@@ -27,8 +27,7 @@ def report(inputs: Sequence[Path], out: Path) -> list[Path]:
     library that draws, the page has tables alone.
     """
     lines = load(inputs)
-    if out.exists() and not out.is_dir():
-        raise LadderError(f"{out} is a file: name a folder for the report")
+    check_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     figures = {"throughput": throughput(lines.rows), "frontier": frontier(lines.rows), "latency": latency(lines.rows)}
     figures |= {"weights": by_weights(lines.rows)}
@@ -37,8 +36,8 @@ def report(inputs: Sequence[Path], out: Path) -> list[Path]:
     names = [*(row.arm for row in lines.rows), *(run.row.label for run in lines.loads)]
     arms = looks([*names, *(run.label for run in lines.trainings)])
     html = out / "report.html"
-    html.write_text(page(lines, figures, arms), encoding="utf-8")
+    write_text(html, page(lines, figures, arms))
     if not installed():
-        logging.getLogger(__name__).warning("%s; the page has its tables without them", MISSING)
+        logging.getLogger(__name__).warning("%s; the page has its tables without them", missing())
         return [html]
     return [html, *pictures(figures, lines.lanes, arms, out)]

@@ -15,29 +15,29 @@ from ladder.hf.convert import beside
 from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings
+from ladder.scan.early import check_original
 from ladder.wiring import Wiring
 
 _SAME = ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
 _SAME += ["head_dim", "intermediate_size", "rope_parameters", "rms_norm_eps", "tie_word_embeddings"]
 
 
-def read_original(model: str, pattern: str | None, seq_len: int) -> tuple[Any, Wiring]:
-    """The config of a model that is not rewired yet, and the wiring that it is to have. Without a pattern the model may
-    be wired, and keeps its wiring.
+def read_original(model: str, pattern: str | None, seq_len: int | None) -> tuple[Any, Wiring, int]:
+    """The config of a model that is not rewired yet, the wiring that it is to have, and the length of its sequences.
+    Without a pattern the model may be wired, and keeps its wiring.
     """
     config = pretrained(AutoConfig, model)
     refuse_other_than_decoders(model, config.model_type)
     layout_of(config.model_type)
     refuse_settings(config)
-    wiring = wiring_of(vars(config), config.num_hidden_layers)
-    if pattern is not None:
-        if not wiring.is_standard:
-            raise LadderError(f"{model} is wired already: name its original")
-        wiring = Wiring.parse(pattern, config.num_hidden_layers)
-    context = getattr(config, "max_position_embeddings", seq_len)
-    if seq_len > context:
-        raise LadderError(f"--seq-len {seq_len} is more than the model's context of {context}: give a smaller one")
-    return config, wiring
+    own = wiring_of(vars(config), config.num_hidden_layers)
+    return config, *check_original(model, own, pattern, seq_len, context_of(config))
+
+
+def context_of(config: Any) -> int | None:
+    """The longest sequence that a model has positions for, by its config; None: there is no longest."""
+    found: int | None = getattr(config, "max_position_embeddings", None)
+    return found
 
 
 def refuse_quantized(model: str, config: Any, instead: str) -> None:
@@ -51,14 +51,6 @@ def refuse_not_finite(model: Any, name: str) -> None:
     for parameter, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise LadderError(f"{name}: the tensor {parameter!r} holds values that are not finite (NaN or infinity)")
-
-
-def refuse_local(wiring: Wiring) -> None:
-    """Refuse to fit what is another model on every rank."""
-    if wiring.local:
-        raise LadderError(
-            f"{str(wiring)!r} leaves partial sums on their ranks, each of which would need weights of its own"
-        )
 
 
 def check_init_from(checkpoint: Path, config: Any, wiring: Wiring, ranks: int) -> None:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from ladder.progress import Progress
 from ladder.scan.checkpoints import (
     read_original,
     read_tokenizer,
-    refuse_local,
     refuse_not_finite,
     refuse_quantized,
     write_model,
 )
+from ladder.scan.early import refuse_local, refuse_standard
 from ladder.scan.options import FitOptions
 from ladder.scan.solve import solve
 from ladder.wiring import Wiring
@@ -52,14 +52,14 @@ def fit(options: FitOptions, progress: Progress) -> FitResult:
     check_new(out)
     with quiet():
         Shards.open(options.data)  # a folder that is not there is told of first
-        config, wiring = read_original(options.model, options.wiring, options.seq_len)
+        config, wiring, length = read_original(options.model, options.wiring, options.seq_len)
+        options = replace(options, seq_len=length)
         refuse_quantized(options.model, config, "fit the model that they were made from and quantize what comes out")
-        if wiring.is_standard:
-            raise LadderError("the wiring is standard, as the model is: there is nothing to fit")
+        refuse_standard(wiring)
         refuse_local(wiring)
         tokenizer = read_tokenizer(options.model, config, options.data)
         wanted = options.tokens or tokens_for(config)
-        sequences, text = data_sequences(options.data, options.seq_len, options.batch, wanted)
+        sequences, text = data_sequences(options.data, length, options.batch, wanted)
         with new_folder(out) as folder:
             with enough_memory(f"two copies of {options.model}", sequences):
                 model, found = _fitted(options, wiring, sequences, text, progress)

@@ -18,7 +18,8 @@ from ladder.hf.load import pretrained, quiet
 from ladder.hf.register import auto_of
 from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths
 from ladder.progress import Progress
-from ladder.scan.checkpoints import refuse_local, refuse_quantized, write_beside, write_model
+from ladder.scan.checkpoints import refuse_quantized, write_beside, write_model
+from ladder.scan.early import refuse_local
 from ladder.scan.fit import computing_dtype
 from ladder.scan.inputs import Inputs, OutputDistance, arguments, output_distance
 from ladder.scan.options import FitOptions

@@ -1,11 +1,12 @@
 """Options of `ladder fit` and `ladder scan`. The command line is generated from these classes."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ladder.config.early import SEQ_LEN_HELP
 from ladder.errors import LadderError, check_known
+from ladder.files import PICTURES, check_file
 from ladder.options import argument, check_least, check_types, option
 
 
@@ -23,7 +24,7 @@ class FitOptions:
     tokens: int | None = option(
         None, "Tokens to fit on, spread over the data; default: 64 for each input of the widest projection."
     )
-    seq_len: int = option(1024, "Tokens of a sequence.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(8, "Sequences at a time.")
     ridge: float = option(0.01, "Ridge regression: how strongly weights are kept near the original's.")
     dtype: str = option(
@@ -62,7 +63,7 @@ class ScanOptions:
     field: str = option("text", "Key of the text in a JSON line, or column of a parquet file.")
     wiring: str = option("ladder", "The row to try on the layers, as in ladder, ladder-2 or parallel.")
     tokens: int = option(32_768, "Measure on this many tokens, from the start of the text.")
-    seq_len: int | None = option(None, "Tokens of a sequence; default: the model's context, at most 1024.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(8, "Sequences at a time.")
     points: int = option(8, "About this many sizes of sets, and those that --budget or --speed needs; 0: all.")
     fit: int | None = option(None, "Fit each set first, on about this many further tokens (see `ladder fit`).")
@@ -84,16 +85,6 @@ class ScanOptions:
     json: bool = option(False, "One JSON line per measurement, as it comes, instead of the tables.")
 
     def __post_init__(self) -> None:
-        check_least(self, tokens=1, batch=1, points=0, fit=1)
+        check_least(self, tokens=1, seq_len=1, batch=1, points=0, fit=1)
         if self.plot is not None:
-            _check_plot(self.plot)
-
-
-def _check_plot(file: Path) -> None:
-    """Whether a picture can be written there: known before a scan, which takes long."""
-    if not file.absolute().parent.is_dir():
-        raise LadderError(f"{file} cannot be written: there is no folder {file.parent}")
-    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise LadderError(f"{file} cannot be written")
-    if file.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise LadderError(f"{file} is no picture's name: let it end with .png, .pdf or .svg")
+            check_file(self.plot, *PICTURES)  # known before a scan, which takes long

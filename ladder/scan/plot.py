@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from ladder.files import replaced
 from ladder.scan.probe import Damage
 from ladder.scan.propose import Proposal
 from ladder.scan.scan import Scan
@@ -30,7 +31,8 @@ def draw(
     figure.suptitle(_title(name, scan, proposal), x=0.01, ha="left", fontsize=13, fontweight="bold")
     _alone(left, scan, proposal)
     _curves(right, scan, budget, proposal)
-    figure.savefig(path, dpi=120)
+    with replaced(path) as partial:
+        figure.savefig(partial, dpi=120, format=path.suffix[1:].lower())
     pyplot.close(figure)
 
 

@@ -23,9 +23,9 @@ from ladder.hf.layer import unwrap_states
 from ladder.hf.measures import Estimate, check_logits, checked_window, compare
 from ladder.hf.wire import layers_of, refuse_settings, unwrapped, wire_layers
 from ladder.progress import Progress
+from ladder.scan.early import checked_row, is_local, layers_to_scan
 from ladder.scan.solve import solve
-from ladder.wiring import Out, Wiring, canonical
-from ladder.wiring import row as row_of
+from ladder.wiring import Wiring
 
 OnMeasured = Callable[[str, "Damage", "Damage"], None]  # alone, grown or last; the damage; the original's
 
@@ -143,37 +143,14 @@ def original_wiring(config: Any) -> Wiring:
     if (staleness := getattr(config, "staleness", 1.0)) != 1.0:
         raise LadderError(f"the model's adaptation is not finished, its staleness is {staleness}: scan it at 1")
     wiring = wiring_of(vars(config), config.num_hidden_layers)
-    if local := sorted({name for name in wiring.layers if _is_local(name)}):
+    if local := sorted({name for name in wiring.layers if is_local(name)}):
         raise LadderError(f"the model has layers under {local[0]}, which is another function for every number of ranks")
     return wiring
-
-
-def checked_row(name: str) -> str:
-    """A row whose damage can be measured on one rank."""
-    name = canonical(name)
-    if _is_local(name):
-        raise LadderError(
-            f"the damage of {name} depends on the number of ranks, and this measures on one, where it does none: "
-            "scan a row that all-reduces every output, such as ladder, ladder-2 or parallel"
-        )
-    return name
-
-
-def _is_local(name: str) -> bool:
-    return any(block.out is Out.LOCAL for block in row_of(name))
 
 
 def with_row(wiring: Wiring, layers: Sequence[int], row: str) -> Wiring:
     """A wiring with these layers under another row."""
     return Wiring(tuple(row if at in layers else name for at, name in enumerate(wiring.layers)))
-
-
-def layers_to_scan(wiring: Wiring, row: str) -> tuple[int, ...]:
-    """The layers that are not under this row yet."""
-    layers = tuple(at for at, name in enumerate(wiring.layers) if name != row)
-    if not layers:
-        raise LadderError(f"every layer of the model is under {row} already: scan its original, or another row")
-    return layers
 
 
 def _compared(logits: Tensor, original: Tensor, targets: Tensor) -> list[Tensor]:

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from ladder.config import ModelConfig
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.data.shards import Shards
-from ladder.engine.executors.control import torchrun_rank
-from ladder.errors import LadderError
+from ladder.engine.executors.torchrun import torchrun_rank
+from ladder.errors import LadderError, install
 from ladder.hf import rewire
 from ladder.hf.card import adapted_card, side_card
 from ladder.hf.convert import convert
@@ -24,16 +24,17 @@ from ladder.hf.wire import check_ranks, layers_of, refuse_ranks
 from ladder.progress import Progress
 from ladder.scan.checkpoints import (
     check_init_from,
+    context_of,
     read_original,
     read_tokenizer,
     refuse_not_finite,
     refuse_quantized,
 )
 from ladder.train import folder
+from ladder.train.early import TRAINED_BYTES, check_adapt
 from ladder.train.loss import LossWeights
-from ladder.train.options import WHOLE, AdaptOptions, TrainingOptions
+from ladder.train.options import AdaptOptions, TrainingOptions
 from ladder.train.run import (
-    TRAINED_BYTES,
     TrainingData,
     TrainingTask,
     check_memory,
@@ -53,6 +54,8 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
+    with quiet():
+        training = training.within(context_of(pretrained(AutoConfig, options.model)))
     folders = {"model": Path(options.model), "init_from": options.init_from}
     folders |= {"data": training.data, "valid": training.valid}
     wanted = {**folder.described(options, training, **folders), "staleness": options.staleness_share}
@@ -121,37 +124,15 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
     here.
     """
     Shards.open(training.data)  # a folder that is not there is told of first
-    config, wiring = read_original(options.model, options.wiring, training.seq_len)
-    if options.examples is not None:
-        raise LadderError("--examples counts examples of a file of inputs, this model reads tokens: give --tokens")
+    config, wiring, _ = read_original(options.model, options.wiring, training.seq_len)
+    check_adapt(options, training, wiring, config.hidden_size, config.vocab_size)
     check_ranks(wiring, options.ranks)
     if options.ranks > 1:
         refuse_ranks(config, options.ranks)
-    if wiring.local and options.staleness_share:
-        raise LadderError(f"there is nothing between the standard model and {str(wiring)!r}: give --staleness 0")
-    if options.method == "layers" and wiring.is_standard:
-        raise LadderError(f"--method layers trains rewired layers, and {str(wiring)!r} has none")
-    if options.ranks > 1 and options.method not in WHOLE:
-        raise LadderError(f"--ranks is for --method full and layers, not for {options.method}: leave one out")
-    if options.method not in WHOLE and training.fsdp:
-        raise LadderError(f"--fsdp is for --method full and layers, {options.method} trains little: leave one out")
-    if options.method not in WHOLE and training.optimizer == "muon":
-        raise LadderError(f"--optimizer muon is for --method full and layers, not for {options.method}: leave one out")
-    if options.method == "side" and training.recompute:
-        raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
     if options.method == "side":
         SideConfig(reduction=options.reduction).shape(config)
-    if options.teacher_top >= config.vocab_size:
-        raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {config.vocab_size}")
-    if options.teacher_top and options.teacher_cache.resolve() == options.out.resolve():
-        raise LadderError(f"{options.out} is where the run goes: name another --teacher, or none")
-    if options.method == "lora" and options.lora_rank > config.hidden_size:
-        raise LadderError(
-            f"--lora-rank {options.lora_rank} is more than the model's width of {config.hidden_size}: an adapter of so "
-            "many is no smaller than the weights, give a lower rank"
-        )
     if options.method == "lora" and find_spec("peft") is None:
-        raise LadderError("--method lora needs peft: pip install 'ladder-residual[train]'")
+        raise LadderError(f"--method lora needs peft: {install('train')}")
     if options.init_from is not None:
         check_init_from(options.init_from, config, wiring, options.ranks)
         config = pretrained(AutoConfig, str(options.init_from))
@@ -159,8 +140,9 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         instead = "train an adapter beside them (--method lora), or adapt the model that they were made from and "
         refuse_quantized(str(options.init_from or options.model), config, instead + "quantize what comes out")
     tokenizer = read_tokenizer(options.model, config, training.data, training.valid)
-    online = (options.kl_weight or options.hidden_weight) and not options.teacher_top
-    each = (TRAINED_BYTES if options.method == "full" else 0 if quantizer_of(config) else 4) + 4 * bool(online)
+    each = (
+        TRAINED_BYTES if options.method == "full" else 0 if quantizer_of(config) else 4
+    ) + 4 * options.keeps_original
     check_memory(options.model, weight_count(AutoModelForCausalLM, config), each, training)
     return wiring, tokenizer, quantizer_of(config)
 

@@ -48,7 +48,7 @@ def adapt_inputs(options: AdaptOptions, training: TrainingOptions, progress: Pro
     """
     paths = {"model": Path(options.model), "init_from": options.init_from}
     paths |= {"data": training.data, "valid": training.valid}
-    wanted = {**folder.described(options, training, **paths), "staleness": options.staleness_share}
+    wanted = {**folder.described(options, training.within(None), **paths), "staleness": options.staleness_share}
     folder.check(options.out, wanted)
     with quiet():
         checked = _checked(options, training)

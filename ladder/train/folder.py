@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder.config.fields import read_json
-from ladder.engine.executors.control import torchrun_rank
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.errors import LadderError
 from ladder.files import check_unlocked, locked, writable, write_json
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions

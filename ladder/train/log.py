@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from ladder.errors import LadderError
+from ladder.files import write_text
 from ladder.hf.wire import layers_of, unwrapped
 from ladder.perf.chips import Chip
 from ladder.progress import Progress
@@ -32,11 +33,11 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         of_tokens = self._options.counted[0] == "tokens"
-        self._operations = operations(model, self._options.seq_len) if of_tokens else 0.0
+        self._operations = operations(model, self._options.length) if of_tokens else 0.0
         self._peak = peak(args.device) if of_tokens else None
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:
-            self._file.write_text("".join(json.dumps(line) + "\n" for line in state.log_history), encoding="utf-8")
+            write_text(self._file, "".join(json.dumps(line) + "\n" for line in state.log_history))
         if state.global_step >= state.max_steps:
             raise AlreadyTrained
 

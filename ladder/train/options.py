@@ -1,9 +1,11 @@
 """Options of `ladder adapt` and `ladder train`. The command line is generated from these classes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
+from ladder.config.early import SEQ_LEN_HELP, sequence_length
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_least, check_types, option
 
@@ -28,7 +30,7 @@ class TrainingOptions:
         None, "The same to evaluate on; default: the last 1% of the data, or the last tenth of a file of inputs."
     )
     tokens: int = option(100_000_000, "Tokens to train on; the data is repeated as often as needed.")
-    seq_len: int = option(1024, "Tokens of a sequence.")
+    seq_len: int | None = option(None, SEQ_LEN_HELP)
     batch: int = option(64, "Sequences of a step, over all ranks.")
     micro_batch_size: int | None = option(
         None, "Sequences that a rank computes at a time; default: its share of the batch, on a CPU at most 8."
@@ -79,13 +81,22 @@ class TrainingOptions:
             _ = self.device_type  # refused where there is none
 
     @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return sequence_length(self.seq_len, None)
+
+    def within(self, context: int | None) -> Self:
+        """The same for a model of that context: its default filled in, and what is longer refused."""
+        return replace(self, seq_len=sequence_length(self.seq_len, context))
+
+    @property
     def steps(self) -> int:
-        return -(-self.tokens // (self.batch * self.seq_len))
+        return -(-self.tokens // (self.batch * self.length))
 
     @property
     def counted(self) -> tuple[str, int]:
         """What a run counts, and how many of them a step has."""
-        return "tokens", self.batch * self.seq_len
+        return "tokens", self.batch * self.length
 
     @property
     def device_type(self) -> str:
@@ -209,6 +220,11 @@ class AdaptOptions:
         if self.teacher is not None and not self.teacher_top:
             raise LadderError("--teacher is the folder of the cache of --teacher-top: give both")
         check_least(self, lora_rank=1, ranks=1, reduction=1, examples=1)
+
+    @property
+    def keeps_original(self) -> bool:
+        """Whether the original is in memory beside the model that is trained."""
+        return bool(self.kl_weight or self.hidden_weight) and not self.teacher_top
 
     @property
     def teacher_cache(self) -> Path:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ladder.data.shards import TOKENIZER, EvenSample, Sequences, Shards
-from ladder.engine.executors.control import torchrun_rank
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.errors import LadderError
 from ladder.files import writing
 from ladder.hf.load import quiet
@@ -20,12 +20,11 @@ from ladder.perf.memory import USABLE, TooLarge, check_host, size_text
 from ladder.progress import Progress
 from ladder.scan.checkpoints import write_model
 from ladder.train import folder
+from ladder.train.early import SMALLER, training_text
 from ladder.train.loss import LossWeights
 from ladder.train.options import TrainingOptions
 from ladder.train.teacher import Teacher
 from ladder.train.trainer import LadderTrainer, StalenessSchedule, arguments
-
-TRAINED_BYTES = 16  # of a weight that is trained: itself, its gradient and AdamW's two moments, in float32
 
 
 @dataclass(frozen=True)
@@ -39,32 +38,32 @@ class TrainingData:
     @classmethod
     def open(cls, options: TrainingOptions, ranks: int) -> "TrainingData":
         shards = Shards.open(options.data)
-        count = max(ranks, options.eval_tokens // options.seq_len)
-        whole = len(Sequences(shards, options.seq_len))
+        count = max(ranks, options.eval_tokens // options.length)
+        whole = len(Sequences(shards, options.length))
         if options.valid is None:
             count = max(ranks, min(count, whole // 100))
             kept = whole - count
             if kept < options.batch:
                 raise LadderError(
-                    f"{options.data} has {shards.tokens} tokens: a step needs {options.batch * options.seq_len}, and "
-                    f"an evaluation {count * options.seq_len} of them; give more data, or a smaller --batch or "
+                    f"{options.data} has {shards.tokens} tokens: a step needs {options.batch * options.length}, and "
+                    f"an evaluation {count * options.length} of them; give more data, or a smaller --batch or "
                     "--seq-len"
                 )
-            valid = Sequences(shards, options.seq_len, skip=kept, limit=count)
+            valid = Sequences(shards, options.length, skip=kept, limit=count)
         else:
             other = Shards.open(options.valid)
             other.check_tokenizer(shards.fingerprint, str(options.data / TOKENIZER))
-            valid = Sequences(other, options.seq_len, limit=count)
+            valid = Sequences(other, options.length, limit=count)
             if len(valid) < ranks:
-                raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.seq_len} are needed")
+                raise LadderError(f"{options.valid} has {other.tokens} tokens: {ranks * options.length} are needed")
             kept = whole
         if kept < options.batch:
             raise LadderError(
-                f"{options.data} has {shards.tokens} tokens, a step needs {options.batch * options.seq_len}: give more "
+                f"{options.data} has {shards.tokens} tokens, a step needs {options.batch * options.length}: give more "
                 "data, or a smaller --batch or --seq-len"
             )
         # whole steps only: an epoch's last one would be a smaller one
-        train = Sequences(shards, options.seq_len, limit=kept // options.batch * options.batch)
+        train = Sequences(shards, options.length, limit=kept // options.batch * options.batch)
         wanted = options.steps * options.batch
         return cls(shards, EvenSample(train, wanted) if wanted < len(train) else train, valid)
 
@@ -140,12 +139,11 @@ def check_memory(what: str, count: int, each: float, options: TrainingOptions, s
     own = torchrun_rank()
     ranks, here = (1, 1) if own is None else (own.size, own.local_size)
     need = count * each / (ranks if options.fsdp else sharers)
-    what = f"training {what} ({count / 1e9:.3g} billion weights, {each:g} bytes for each)"
-    ways = "train a smaller model, or shard it over several GPUs (--fsdp under torchrun)"
+    what = training_text(what, count, each)
     if options.device_type == "cpu":
-        check_host(what, need * here, ways)
+        check_host(what, need * here, SMALLER)
     elif need > (room := USABLE * torch.cuda.mem_get_info()[0]):
-        raise TooLarge(f"{what} needs {size_text(need)} on each GPU, which has {size_text(room)} to use: {ways}")
+        raise TooLarge(f"{what} needs {size_text(need)} on each GPU, which has {size_text(room)} to use: {SMALLER}")
 
 
 @contextmanager

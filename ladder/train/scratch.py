@@ -22,10 +22,10 @@ from ladder.perf.costs import RankCosts
 from ladder.progress import Progress
 from ladder.scan.checkpoints import check_init_from, read_tokenizer
 from ladder.train import folder
+from ladder.train.early import TRAINED_BYTES, chosen
 from ladder.train.loss import LossWeights
 from ladder.train.options import ScratchOptions, TrainingOptions
-from ladder.train.recipes import check_start, recipe
-from ladder.train.run import TRAINED_BYTES, TrainingData, TrainingTask, check_memory, run_training, save_trained
+from ladder.train.run import TrainingData, TrainingTask, check_memory, run_training, save_trained
 from ladder.train.tensor_parallel import loop
 from ladder.wiring import Wiring
 
@@ -37,15 +37,14 @@ def train(
 
     `named`: options that override the recipe; None: those that differ from their defaults.
     """
-    config, training = _chosen(options, training, named)
+    config, training = chosen(options, training, named)
+    training = training.within(config.context)
     folders = {"data": training.data, "valid": training.valid, "init_from": options.init_from}
     wanted = folder.described(options, training, **folders)
     folder.check(options.out, wanted)
     shards = Shards.open(training.data)
     wiring = Wiring.parse(options.wiring, config.layers)
     config = replace(config, vocab=shards.vocab, wiring=Wiring(()), eos=(shards.eos,), shared_norm=options.shared_norm)
-    if training.seq_len > config.context:
-        raise LadderError(f"--seq-len {training.seq_len} is more than the model's context of {config.context}")
     if options.ranks > 1:
         config.check_degree(options.ranks)
     if options.init_from is not None:
@@ -57,7 +56,7 @@ def train(
     def complete(out: Path) -> None:
         """Tokenizer and model card beside the weights."""
         pretrained(AutoTokenizer, str(training.data / "tokenizer")).save_pretrained(out)
-        tokens = training.steps * training.batch * training.seq_len
+        tokens = training.steps * training.batch * training.length
         text = trained_card(options.out.name, "llama", wiring, tokens)
         (out / "README.md").write_text(text, encoding="utf-8")
 
@@ -81,17 +80,6 @@ def train(
         return TrainingTask(model, LossWeights(0.0, 1.0), None, lambda: data.train, None, finish)
 
     return run_training(options.out, wanted, training, make, progress)
-
-
-def _chosen(
-    options: ScratchOptions, training: TrainingOptions, named: Collection[str] | None
-) -> tuple[ModelConfig, TrainingOptions]:
-    check_start(options.size, options.recipe)
-    if options.recipe is not None:
-        row = recipe(options.recipe)
-        return row.config, row.filled(training, named)
-    assert options.size is not None
-    return ModelConfig.named(options.size), training
 
 
 def _check_init_from(options: ScratchOptions, config: ModelConfig, wiring: Wiring, training: TrainingOptions) -> None:

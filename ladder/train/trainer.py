@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.files import writing
 from ladder.hf import set_staleness
 from ladder.hf.measures import perplexity_of
@@ -75,7 +75,7 @@ class Arguments(TrainingArguments):  # type: ignore[misc]
 def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
     """The options as transformers has them. Joins the ranks of torchrun, if torchrun has started this process."""
     if find_spec("accelerate") is None:
-        raise LadderError("training needs accelerate: pip install 'ladder-residual[train]'")
+        raise LadderError(f"training needs accelerate: {install('train')}")
     on_gpu, steps = options.device_type == "cuda", options.steps
     schedule, details, warmup = lr_schedule(options)
     made = Arguments(

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ladder.config.fields import read_config, whole_number
 from ladder.config.lock import own_model_type, unlocked, wired_by_type
 from ladder.engine.options import EngineOptions
-from ladder.errors import LadderError
+from ladder.errors import LadderError, install
 from ladder.server.options import ServerOptions
 from ladder.vllm.families import VllmFamily, vllm_family, vllm_family_of
 from ladder.vllm.settings import Wired
@@ -127,7 +127,7 @@ def _number(passed: Sequence[str], *names: str) -> int:
 def check_installed(what: str = "serving") -> None:
     """vLLM is here, and finds the plugin."""
     if find_spec("vllm") is None:
-        raise LadderError(f"{what} on vLLM needs vllm: pip install 'ladder-residual[vllm]'")
+        raise LadderError(f"{what} on vLLM needs vllm: {install('vllm')}")
     ours = [each.name for each in entry_points(group=GROUP) if each.value == PLUGIN]
     if not ours:
         raise LadderError("vLLM does not find the plugin: install this package beside vllm, by pip install .")

@@ -3,7 +3,6 @@ there is no text.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,9 +116,10 @@ def _traced(options: DemoOptions, console: Console, trace: Callable[[list[str]],
             console.print(f"no timeline: {error}", markup=False, highlight=False, soft_wrap=True)
             return
         lines = (Path(folder) / "one_rank_steps.jsonl").read_text(encoding="utf-8").splitlines()
-        shutil.copyfile(Path(folder) / "one_rank_lanes.png", options.out)
     rows = [json.loads(line) for line in lines]
     steps = [Step.read({key: row[key] for key in KEYS}) for row in rows]
+    what = f"{SHARD}, one rank of {RANKS}, batch 1, {rows[0].get('chip')}; link {LINK}, emulated"
+    step_trace.draw_first(steps, [row["step_ms"] for row in rows], what, options.out)
     ms = max(span.end for step in steps for span in step.compute[: 2 * SHOWN])
     about = f"The first layers of one decode step of {SHARD}, one rank of {RANKS}: {ms:.2f} ms from left to right"
     console.print(f"\n[bold]{about}[/bold]", highlight=False)

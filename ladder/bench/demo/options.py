@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladder.errors import LadderError, check_known
+from ladder.files import PICTURES, check_file
 from ladder.options import check_types, option
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -25,7 +26,4 @@ class DemoOptions:
         check_known("device", self.device, DEVICES)
         if not 1 <= self.seconds <= LONGEST:
             raise LadderError(f"seconds must be from 1 to {LONGEST:g}, not {self.seconds:g}")
-        if self.out.suffix not in (".png", ".svg", ".pdf"):
-            raise LadderError(f"out must be a file that ends in .png, .svg or .pdf, not {str(self.out)!r}")
-        if not self.out.absolute().parent.is_dir():
-            raise LadderError(f"{self.out} cannot be written: there is no folder {self.out.absolute().parent}")
+        check_file(self.out, *PICTURES)

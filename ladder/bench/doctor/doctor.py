@@ -57,7 +57,7 @@ def told(report: dict[str, Any]) -> str:
     lines += ["", "What suits this machine", *(f"  {sentence}" for sentence in report["advice"])]
     if report["install"]:
         lines += ["", "What is missing, and how to get it"]
-        lines += [f"  pip install '{name}'  # {'; '.join(what)}" for name, what in report["install"].items()]
+        lines += [f"  {command}  # {'; '.join(what)}" for command, what in report["install"].items()]
     return "\n".join(lines)
 
 

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from ladder.errors import install
+
+EXTRA = "extra "
+
 
 @dataclass(frozen=True)
 class Package:
@@ -12,26 +16,30 @@ class Package:
 
     module: str
     name: str  # its distribution
-    install: str  # what to give pip
+    source: str  # what to give pip, or EXTRA and the name of the extra that has it
     what: str
     gpu: bool = False  # of no use without one
 
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return install(self.source.removeprefix(EXTRA)) if EXTRA in self.source else f"pip install {self.source}"
 
-OURS = "ladder-residual[{}]"
+
 PACKAGES = (
     Package("torch", "torch", "torch", "all that computes"),
     Package("transformers", "transformers", "transformers", "tokenizers, and models as transformers has them"),
     Package("triton", "triton", "triton", "our kernels, on NVIDIA GPUs", gpu=True),
     Package("vllm", "vllm", "vllm", "serving wired models in vLLM", gpu=True),
-    Package("uvicorn", "uvicorn", OURS.format("serve"), "ladder serve"),
-    Package("httpx", "httpx", OURS.format("load"), "ladder load, and ladder chat with an endpoint"),
-    Package("accelerate", "accelerate", OURS.format("train"), "ladder adapt and ladder train"),
-    Package("peft", "peft", OURS.format("train"), "ladder adapt --method lora"),
-    Package("pyarrow", "pyarrow", OURS.format("data"), "ladder data with Parquet files"),
-    Package("lm_eval", "lm-eval", OURS.format("eval"), "tasks in ladder eval"),
-    Package("vl_convert", "vl-convert-python", OURS.format("plot"), "charts of ladder report, explore and demo"),
-    Package("matplotlib", "matplotlib", OURS.format("plot"), "pictures of ladder scan"),
-    Package("compressed_tensors", "compressed-tensors", OURS.format("quantized"), "quantized checkpoints"),
+    Package("uvicorn", "uvicorn", EXTRA + "serve", "ladder serve"),
+    Package("httpx", "httpx", EXTRA + "load", "ladder load, and ladder chat with an endpoint"),
+    Package("accelerate", "accelerate", EXTRA + "train", "ladder adapt and ladder train"),
+    Package("peft", "peft", EXTRA + "train", "ladder adapt --method lora"),
+    Package("pyarrow", "pyarrow", EXTRA + "data", "ladder data with Parquet files"),
+    Package("lm_eval", "lm-eval", EXTRA + "eval", "tasks in ladder eval"),
+    Package("vl_convert", "vl-convert-python", EXTRA + "plot", "charts of ladder report, explore and demo"),
+    Package("matplotlib", "matplotlib", EXTRA + "plot", "pictures of ladder scan"),
+    Package("compressed_tensors", "compressed-tensors", EXTRA + "quantized", "quantized checkpoints"),
 )
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from ladder.bench.model import Case
+from ladder.bench.sweep.early import check_link, sized
 from ladder.bench.sweep.options import REAL, BenchOptions, Preset
 from ladder.comm.link import Link
-from ladder.config import SIZES, ModelConfig
+from ladder.config import SIZES
 from ladder.config.quantization import named_format
-from ladder.errors import LadderError, check_known
+from ladder.errors import LadderError
 from ladder.kernels.table import MOST
 from ladder.perf.arms import link_of, wiring_of
 from ladder.perf.costs import ELEMENT_BYTES, RankCosts
 from ladder.perf.memory import USABLE, Need, check_memory, free_bytes, more_ranks
-from ladder.perf.plan import check_degree, known_link
+from ladder.perf.plan import check_degree
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,7 @@ def _planned(options: BenchOptions, chosen: Preset, here: Hardware) -> Iterator[
     device = chosen.device if chosen.device != "auto" else "cuda" if here.gpus else "cpu"
     if device == "cuda" and not here.gpus:
         raise LadderError("device 'cuda' is not there: torch sees no GPU; the nearest is --device cpu")
-    for size in chosen.size:
-        whole, config = _configs(size, options.layers)
-        if chosen.prompt + chosen.new > config.context:
-            raise LadderError(
-                f"a prompt of {chosen.prompt} and {chosen.new} new tokens are more than {size}'s context of "
-                f"{config.context}: the longest prompt is {max(0, config.context - chosen.new)}"
-            )
+    for size, whole, config in sized(options):
         wirings = {arm: str(wiring_of(arm, config.layers)) for arm in chosen.arm}
         auto = config.dtype if device == "cuda" else "float32"
         dtype = auto if options.dtype == "auto" else options.dtype
@@ -140,15 +135,6 @@ def _planned(options: BenchOptions, chosen: Preset, here: Hardware) -> Iterator[
                             )  # fmt: skip
 
 
-def _configs(size: str, layers: int | None) -> tuple[ModelConfig, ModelConfig]:
-    """The whole model, and what is measured of it."""
-    check_known("size", size, SIZES)
-    whole = ModelConfig.named(size)
-    if layers is not None and layers > whole.layers:
-        raise LadderError(f"layers must be at most {size}'s {whole.layers}, not {layers}")
-    return whole, Case(size, 1, layers=layers).config()
-
-
 def _mode(wanted: str, device: str, tp: int, here: Hardware) -> str:
     mode = wanted
     if wanted == "auto":
@@ -168,9 +154,8 @@ def _links(options: BenchOptions, chosen: Preset, tp: int, mode: str, device: st
     names = [REAL] if device == "cuda" and mode == "ranks" and not options.emulate_link else chosen.emulate_link
     found: list[tuple[str | None, str]] = []
     for name in (name.replace("{tp}", str(tp)) for name in names):
-        if name != REAL:
-            known_link(name, more=(REAL,))
-        elif mode == "one-rank":
+        check_link(name)
+        if name == REAL and mode == "one-rank":
             raise LadderError("one rank alone has no real link: give one, as in --emulate-link nvlink_nccl")
         found.append((backend, "real") if name == REAL else (name, "emulated"))
     return found

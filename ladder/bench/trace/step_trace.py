@@ -29,6 +29,7 @@ from ladder.comm.one_rank import OneRank
 from ladder.devices import device as find_device
 from ladder.engine.forward import Schedule
 from ladder.errors import LadderError, check_known
+from ladder.files import check_folder, write_text
 from ladder.kernels.launch import Kernels
 from ladder.model import Decoder, Layer
 
@@ -183,8 +184,7 @@ def main(arguments: Sequence[str]) -> None:
         raise LadderError(f"give a folder, and a link if need be, not {len(arguments)} arguments: OUT [LINK]")
     out, link = Path(arguments[0]), arguments[1] if len(arguments) > 1 else "nvlink_oneshot"
     check_known("link", link, LINKS)
-    if out.exists() and not out.is_dir():
-        raise LadderError(f"{out} is a file: name a folder")
+    check_folder(out)
     load_library()
     device = find_device("cuda:0")
     torch.cuda.set_device(device)
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str]) -> None:
     lines: list[dict[str, Any]] = [
         {**asdict(step), "step_ms": ms, **about, **machine(device)} for step, ms in zip(steps, whole, strict=True)
     ]
-    (out / "one_rank_steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_text(out / "one_rank_steps.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     what = f"Llama-3-70B, one rank of 8, batch 1, {torch.cuda.get_device_name(device)}; link {link}, emulated"
     draw_first(steps, whole, what, out / "one_rank_lanes.png")
 

@@ -26,13 +26,14 @@ from ladder.bench.machine import machine
 from ladder.bench.model import watch_sub_blocks
 from ladder.bench.ranks import run_ranks
 from ladder.bench.trace.lanes import Span, Step, draw
-from ladder.charts.library import MISSING, installed
+from ladder.charts.library import installed, missing
 from ladder.checkpoint import Source, load
 from ladder.comm.base import Comm, Pending
 from ladder.comm.link import LINKS, Link
 from ladder.comm.timed import Timed
 from ladder.config import ModelConfig
 from ladder.errors import LadderError
+from ladder.files import write_text
 from ladder.model import Decoder
 
 WARM_UP = 3
@@ -220,7 +221,7 @@ def trace_rank(comm: Comm, device: torch.device, setting: TraceSetting) -> None:
     traced.close()
     about = {**_about(setting, comm.size), **machine(device)}
     lines = [json.dumps({**asdict(step), **about}) for step in steps]
-    (setting.out / f"steps.rank{comm.rank}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(setting.out / f"steps.rank{comm.rank}.jsonl", "\n".join(lines) + "\n")
 
 
 def _about(setting: TraceSetting, tp: int) -> dict[str, Any]:
@@ -252,5 +253,5 @@ def trace(setting: TraceSetting, tp: int) -> list[Step]:
     if installed():
         draw(steps, f"{what}; {link}", setting.out / "lanes.png")
     else:
-        logging.getLogger(__name__).warning("no picture: %s", MISSING)
+        logging.getLogger(__name__).warning("no picture: %s", missing())
     return steps

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -67,23 +66,6 @@ class BroadcastControl:
         body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         dist.broadcast(body, group=self._group, group_src=0)
         return body.numpy().tobytes()
-
-
-@dataclass(frozen=True)
-class TorchrunRank:
-    """This process among those that torchrun has started."""
-
-    rank: int
-    size: int
-    local_rank: int  # among the ranks of this machine
-    local_size: int
-
-
-def torchrun_rank() -> TorchrunRank | None:
-    """What torchrun says of this process; None where it did not start it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return TorchrunRank(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
 def group_backend(comm_backend: str, own_gpu: bool) -> str:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ladder.engine.executors.control import Control, leave, torchrun_rank
+from ladder.engine.executors.control import Control, leave
 from ladder.engine.executors.pace import Pace
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.engine.model_runner import Command, ModelRunner, NewToken, Shutdown
 from ladder.errors import LadderError, RankError
 

@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from ladder.comm.base import Solo
-from ladder.engine.executors.control import LocalControl, group_backend, join, leave, own_device, torchrun_rank
+from ladder.engine.executors.control import LocalControl, group_backend, join, leave, own_device
 from ladder.engine.executors.in_process import InProcessExecutor, lost_peers
 from ladder.engine.executors.multi_process import MultiProcessExecutor
 from ladder.engine.executors.seal import read_token
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.engine.executors.worker import follow, make_model_runner
 from ladder.engine.model_runner import Command, NewToken
-from ladder.engine.options import EngineOptions
 from ladder.engine.setup import Setup
 from ladder.errors import LadderError
 from ladder.logs import name_rank
@@ -44,16 +43,6 @@ class Executor(Protocol):
     def close(self) -> None:
         """Stop every rank; a second call does nothing."""
         ...
-
-
-def adopt_torchrun_size(options: EngineOptions) -> EngineOptions:
-    """Under torchrun the number of ranks is the number of its processes."""
-    own = torchrun_rank()
-    if own is None or options.tp == own.size:
-        return options
-    if options.tp != 1:
-        raise LadderError(f"tp is {options.tp}, but torchrun started {own.size} ranks: leave out --tp")
-    return replace(options, tp=own.size)
 
 
 def start(setup: Setup, progress: Callable[[int], None] | None = None) -> Executor:

@@ -75,7 +75,7 @@ def train(
             finish(out / folder.FINAL)
             folder.finish(out)
         mesh.barrier()
-    return {"main": mesh.first, "tokens": training.steps * training.batch * training.seq_len, **last}
+    return {"main": mesh.first, "tokens": training.steps * training.batch * training.length, **last}
 
 
 class Run:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ladder.comm.base import Comm, Solo
 from ladder.comm.distributed import Distributed
 from ladder.config import ModelConfig
-from ladder.engine.executors.control import TorchrunRank, torchrun_rank
+from ladder.engine.executors.torchrun import TorchrunRank, torchrun_rank
 from ladder.errors import LadderError
 from ladder.train.options import ScratchOptions, TrainingOptions
 
