@@ -317,6 +317,7 @@ def test_sampling_params_of_the_wrong_type(options: dict[str, Any], message: str
 
 @pytest.mark.parametrize("options, message", [
     ({"max_num_seqs": 2.5}, "max_num_seqs must be int, not 2.5"),
+    ({"max_num_seqs": 10**8}, "max_num_seqs must be at most 1000000"),
     ({"batch": 2}, "batch was renamed: use max_num_seqs"),
     ({"chunk": 2}, "chunk was renamed: use prefill_chunk"),
     ({"wire": "gloo"}, "wire was renamed: use comm_backend"),

@@ -14,6 +14,7 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"  # a small model that comes
 CACHE_DTYPES = ("auto", "fp8")
 COMM_BACKENDS = ("auto", "symmetric", "nccl", "gloo")
 LONGEST = 1e6  # seconds of a time-out, twelve days
+MOST_SEQUENCES = 1_000_000  # at once: each has entries in some lists, whether it is used or not
 # keywords of earlier versions, refused with the present one named
 RENAMED = {
     "wire": "comm_backend",
@@ -82,6 +83,8 @@ class EngineOptions:
         for name in ("tp", "max_num_seqs", "prefill_chunk", "timeout"):
             if not getattr(self, name) >= 1:
                 raise LadderError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_seqs > MOST_SEQUENCES:
+            raise LadderError(f"max_num_seqs must be at most {MOST_SEQUENCES}, not {self.max_num_seqs}")
         if self.memory is not None and not 0 < self.memory < 1e6:
             raise LadderError(f"memory must be above 0 GB, not {self.memory}")
         if self.timeout > LONGEST:
