@@ -193,6 +193,7 @@ def test_logprobs_of_parts_of_characters(setup: Setup) -> None:
     ("completions", {**ASK, "n": 1000}, 400, "n must be from 1 to 128"),
     ("completions", {**ASK, "stop": [""]}, 400, "stop must not"),
     ("completions", {**ASK, "stop": ["a"] * 17}, 400, "at most 16 texts"),
+    ("completions", {**ASK, "logit_bias": {f"{n:05}": 1 for n in range(1025)}}, 400, "1025 tokens: at most 1024"),
     ("completions", {**ASK, "logprobs": 21}, 400, "logprobs must be from 0 to 20"),
     ("completions", {**ASK, "logprobs": 1, "echo": True}, 400, "echo together with logprobs"),
     ("completions", {**ASK, "logit_bias": {"x": 1}}, 400, "logit_bias must be"),

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -28,7 +28,8 @@ class OpenRequest(Generic[Owner]):
 
     def command(self, id: int) -> Command:
         request = self.request
-        return AddSequence(SequenceSpec(id, request.tokens, request.limit, request.params))
+        params = replace(request.params, stop=())  # texts are found here: the ranks know tokens
+        return AddSequence(SequenceSpec(id, request.tokens, request.limit, params))
 
     def take(self, token: NewToken) -> Chunk | None:
         """The chunk of a new token; None where an earlier engine gave the same token before it failed."""
