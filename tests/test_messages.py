@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ladder.engine.executors import control, seal
 from ladder.engine.executors.control import BroadcastControl
-from ladder.engine.executors.messages import VERSION, decode, encode
+from ladder.engine.executors.messages import KINDS, VERSION, decode, encode
 from ladder.engine.executors.seal import HEADER, Seal, greet, read_token
 from ladder.engine.frontend.open_requests import OpenRequest
 from ladder.engine.model_runner import AbortSequence, AddSequence, Command, ReadLong, Shutdown
@@ -95,7 +95,7 @@ def test_any_bytes_are_commands_or_one_sentence() -> None:
             message[at : at + draw.choice((0, 1, 1, 4))] = draw.randbytes(draw.choice((0, 1, 1, 4)))
         try:
             for command in decode(bytes(message)):
-                assert type(command) in messages.KINDS.values()
+                assert type(command) in KINDS.values()
         except LadderError as error:
             assert "\n" not in str(error)
 

@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,6 +158,14 @@ def test_logprobs_over_http(scripted: Listening) -> None:
         whole = client.completions.create(model="tiny", prompt="abc", max_tokens=5, logprobs=1).choices[0]
         assert whole.logprobs is not None and "".join(tokens) == whole.text
         assert whole.logprobs.top_logprobs == [{token: -0.5} for token in tokens]
+
+
+def test_logprobs_of_a_long_answer_take_no_time(setup: Setup) -> None:
+    """They are written by the thread that serves all clients."""
+    texts, begin = TokenTexts(setup.tokenizer), time.process_time()
+    found = completion_logprobs(texts, [TokenLogprobs(97 - 33 + n % 26, -0.5) for n in range(50_000)], 7)
+    assert time.process_time() - begin < 5
+    assert found is not None and found["text_offset"] == list(range(7, 50_007))
 
 
 def test_logprobs_of_parts_of_characters(setup: Setup) -> None:
@@ -402,3 +411,17 @@ def test_a_request_that_does_not_fit_the_cache(setup: Setup) -> None:
         found = httpx.post(f"{server.v1}/completions", json={"prompt": [1] * 10, "max_tokens": 11})
         assert found.status_code == 400 and "does not fit into the KV cache" in found.json()["error"]["message"]
         assert httpx.post(f"{server.v1}/completions", json={"prompt": [1] * 10, "max_tokens": 9}).status_code == 200
+
+
+def test_a_chat_of_any_length_has_what_the_cache_has(setup: Setup) -> None:
+    """A model's context may be longer than the cache: who says no length is not to blame for that."""
+    with listening(setup, lambda: Scripted(room=20)) as server:
+        found = httpx.post(f"{server.v1}/chat/completions", json={**SAY, "max_tokens": None}).json()
+        usage = found["usage"]
+        assert found["choices"][0]["finish_reason"] == "length" and usage["total_tokens"] == 20
+        for limit in (20, 20 - usage["prompt_tokens"]):
+            said = httpx.post(f"{server.v1}/chat/completions", json={**SAY, "max_tokens": limit})
+            assert said.status_code == (400 if limit == 20 else 200)
+        long = {"messages": [{"role": "user", "content": "hi" * 20}]}
+        refused = httpx.post(f"{server.v1}/chat/completions", json=long)
+        assert refused.status_code == 400 and "does not fit into the KV cache" in refused.json()["error"]["message"]

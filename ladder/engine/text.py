@@ -100,8 +100,8 @@ def _json_value(file: Path, key: str) -> Any:
 
 
 class Stop:
-    """A stop text in a text that grows. Each character is looked at once (Knuth, Morris, Pratt), and no more of the stop
-    text than has been found: a request may have long ones, and the engine's thread waits.
+    """A stop text in a text that grows. Each character is looked at once (Knuth, Morris, Pratt), and no more of the
+    stop text than has been found: a request may have long ones, and the engine's thread waits.
     """
 
     def __init__(self, text: str) -> None:

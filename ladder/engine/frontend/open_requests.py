@@ -63,7 +63,7 @@ class OpenRequests(Generic[Owner]):
         self._send_lock = threading.RLock()
         self._sending = False
         self._executor = executor
-        self._room = None if executor is None else executor.room  # tokens of a request, at most
+        self.room = None if executor is None else executor.room  # tokens of a request, at most
         self._ids = count()
         self._open: dict[int, OpenRequest[Owner]] = {}
         self._commands: list[Command] = []
@@ -81,10 +81,10 @@ class OpenRequests(Generic[Owner]):
         """Their ids; `numbered`: which are the indices of their chunks too."""
         ids = []
         for request in requests:
-            if self._room is not None and len(request.tokens) + request.limit > self._room:
+            if self.room is not None and len(request.tokens) + request.limit > self.room:
                 raise LadderError(
                     f"a request of {len(request.tokens)} tokens and up to {request.limit} new ones does not fit into "
-                    f"the KV cache, which has room for {self._room}: lower max_new_tokens, or raise --memory"
+                    f"the KV cache, which has room for {self.room}: lower max_new_tokens, or raise --memory"
                 )
         with self.lock:
             for request in requests:
@@ -166,7 +166,7 @@ class OpenRequests(Generic[Owner]):
         come again, and are not given twice.
         """
         with self.lock:
-            self._executor, self._room = executor, executor.room
+            self._executor, self.room = executor, executor.room
             for entry in self._open.values():
                 entry.repeated = 0
             self._commands = [entry.command(id) for id, entry in self._open.items()]
