@@ -294,6 +294,8 @@ def test_a_wiring_is_handed_over(wired: Path, plain: Path, tmp_path: Path) -> No
     raw = json.loads((plain / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "ladder_layers": 2}))
     assert overrides(handed(tmp_path)) == ours
+    other = '{"wiring": "ladder-2"}'  # of a file whose model_type vLLM reads by our class
+    assert overrides(handed(wired, "--hf-overrides", other)) == {"wiring": "ladder-2"}
 
 
 def refused(directory: Path, *arguments: str) -> str:
@@ -307,6 +309,10 @@ def test_what_is_refused(wired: Path, plain: Path) -> None:
     assert "--device is an option of the native engine" in refused(wired, "--device", "cuda")
     assert "are the same option" in refused(wired, "--tp", "2", "--tensor-parallel-size", "2")
     assert "--hf-overrides cannot be given" in refused(wired, "--wiring", "ladder", "--hf-overrides", "{}")
+    for name in ("--hf-overrides.rope_theta", "--hf_overrides", "--hf-over"):
+        assert "--hf-overrides cannot be given" in refused(plain, "--wiring", "ladder", name, "5")
+    for named in (["--hf-overrides", '{"wiring": "ladder"}'], ["--hf-overrides.ladder_layers=2"]):
+        assert "which vLLM would not look at: give --wiring" in refused(plain, *named)
     assert "unknown wiring 'laddr'" in refused(plain, "--wiring", "laddr")
     assert "a whole number from 1, not 'two'" in refused(wired, "-tp", "two")
     assert "0 is not one" in refused(wired, "--port", "0")

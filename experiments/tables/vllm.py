@@ -7,7 +7,7 @@ from ladder.config import ModelConfig
 NAME = "vllm_h200"
 ARMS = {
     "vllm standard": "vLLM, standard",
-    "vllm ladder": "vLLM, `ladder`",
+    "vllm ladder": "vLLM, `ladder`, one lane",
     "vllm ladder, two lanes": "vLLM, `ladder`, two lanes",
     "native standard": "ours, standard",
     "native ladder": "ours, `ladder`",

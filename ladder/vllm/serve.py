@@ -58,10 +58,13 @@ def handover(options: EngineOptions, server: ServerOptions, named: frozenset[str
         if name != "tp":
             arguments += [flag] if given[name] is True else [flag, str(given[name])]
     raw = read_config(options.model)
+    overridden = _overridden(passed)
     if overrides := overrides_of(raw, options.wiring, ranks):
-        if value_of(passed, "--hf-overrides") is not None:
+        if overridden:
             raise LadderError("--hf-overrides cannot be given with this wiring: vLLM is told of the wiring in that way")
         arguments += ["--hf-overrides", json.dumps(overrides)]
+    elif not wired_by_type(raw) and any(key in overridden for key in ("wiring", "ladder_layers")):
+        raise LadderError("--hf-overrides names a wiring, which vLLM would not look at: give --wiring")
     if server.port == 0:
         raise LadderError("vLLM needs a port: 0 is not one")
     if "host" not in named and value_of(passed, "--host") is None:
@@ -98,6 +101,17 @@ def value_of(passed: Sequence[str], *names: str) -> str | None:
         name, equals, value = each.partition("=")
         if name.replace("_", "-") in names:
             found = value if equals else next(iter(passed[number + 1 : number + 2]), "")
+    return found
+
+
+def _overridden(passed: Sequence[str]) -> str:
+    """What is given to --hf-overrides among vLLM's own, "" for nothing. vLLM's parser takes any beginning of the name,
+    and --hf-overrides.KEY VALUE; of two the last one holds, whatever the first one says.
+    """
+    found = ""
+    for number, each in enumerate(passed):
+        if each.replace("_", "-").startswith("--hf-o"):
+            found += " ".join([each, *passed[number + 1 : number + 2]])
     return found
 
 

@@ -91,6 +91,11 @@ def test_options(wired: Path) -> None:
     assert "--cpu-offload-gb" in refusal(wired, cpu_offload_gb=1)
 
 
+def test_all_reduces_of_one_stream(wired: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "1")
+    assert "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC: leave it out" in refusal(wired, tensor_parallel_size=2)
+
+
 def test_caches_of_compiled_code_see_wiring_and_settings(wired: Path, tmp_path: Path) -> None:
     def hashed(directory: Path, **settings: Any) -> str:
         options: Any = {"additional_config": {"ladder": settings}} if settings else {}
