@@ -1,7 +1,9 @@
 """Generation in one process: company does not matter, streams add up, stops stop, ranks agree."""
 
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,36 @@ def test_text_grows_by_whole_characters(text: str, stop: tuple[str, ...]) -> Non
     assert "".join(pieces) == grown.text == expected
     assert grown.stopped == any(word in text for word in stop)
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_any_stop_texts_are_found_where_they_begin_first() -> None:
+    """Of two letters, so that beginnings of a stop text are in it again; beside Python's own search."""
+    draw, tokenizer = random.Random(0), byte_tokenizer()
+    for _ in range(300):
+        text = "".join(draw.choices("ab", k=draw.randrange(1, 40)))
+        stop = tuple("".join(draw.choices("ab", k=draw.randrange(1, 9))) for _ in range(draw.randrange(1, 4)))
+        grown, given = Text(tokenizer, stop), ""
+        for number, token in enumerate(tokenizer(text).input_ids, 1):
+            given += grown.add(token)
+            begun = [at for word in stop if (at := text[:number].find(word)) >= 0]
+            if begun:
+                assert grown.stopped and given == text[: min(begun)]
+                break
+            held = text[:number].removeprefix(given)
+            assert given + held == text[:number] and not grown.stopped
+            longest = max(len(word[:n]) for word in stop for n in range(len(word)) if text[:number].endswith(word[:n]))
+            assert len(held) == longest, "as much is held back as may begin a stop text, and no more"
+
+
+def test_long_stop_texts_take_no_time() -> None:
+    """They are looked for by the thread that serves all requests."""
+    tokenizer, stop = byte_tokenizer(), ("a" * 1_000_000 + "b", "ab" * 500_000)
+    tokens = tokenizer("a" * 10_000).input_ids
+    begin = time.process_time()
+    grown = Text(tokenizer, stop)
+    pieces = [grown.add(token) for token in tokens]
+    assert time.process_time() - begin < 5 and not any(pieces)  # minutes, where each token compares everything
+    assert len(grown.finish()) == 10_000
 
 
 def test_unfinished_bytes_appear_at_the_end() -> None:

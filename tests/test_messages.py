@@ -2,17 +2,21 @@
 
 import random
 import struct
+from collections import deque
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from ladder.engine.executors import messages, seal
-from ladder.engine.executors.messages import VERSION, decode, encode
+from ladder.engine.executors import control, seal
+from ladder.engine.executors.control import BroadcastControl
+from ladder.engine.executors.messages import KINDS, VERSION, decode, encode
 from ladder.engine.executors.seal import HEADER, Seal, greet, read_token
+from ladder.engine.frontend.open_requests import OpenRequest
 from ladder.engine.model_runner import AbortSequence, AddSequence, Command, ReadLong, Shutdown
 from ladder.engine.options import SamplingParams
+from ladder.engine.requests import Request
 from ladder.engine.scheduler import SequenceSpec
 from ladder.errors import LadderError
 from tests.processes import run_processes
@@ -91,7 +95,7 @@ def test_any_bytes_are_commands_or_one_sentence() -> None:
             message[at : at + draw.choice((0, 1, 1, 4))] = draw.randbytes(draw.choice((0, 1, 1, 4)))
         try:
             for command in decode(bytes(message)):
-                assert type(command) in messages.KINDS.values()
+                assert type(command) in KINDS.values()
         except LadderError as error:
             assert "\n" not in str(error)
 
@@ -131,12 +135,27 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Seal(b"").length(header)
 
 
-def test_a_message_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MOST_BYTES", 100)
-    with pytest.raises(LadderError, match=r"2 commands at once are .* bytes: at most 100"):
-        encode(COMMANDS[:2])
-    with pytest.raises(LadderError, match="it has 101 bytes"):
-        decode(bytes(101))
+@pytest.mark.parametrize("most", [1, 100, len(encode(COMMANDS)), 1 << 24])
+def test_a_long_message_goes_in_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The open requests of a large server are hundreds of megabytes, all sent at once when its ranks start again."""
+    sent: deque[bytes] = deque()
+
+    def broadcast(own: BroadcastControl, message: bytes) -> bytes:
+        if own is first:
+            sent.append(message)
+            return message
+        assert len(sent[0]) == len(message), "ranks must agree on a length before they meet"
+        return sent.popleft()
+
+    ranks = iter(range(2))
+    monkeypatch.setattr(control.dist, "get_rank", lambda group: next(ranks))
+    monkeypatch.setattr(BroadcastControl, "_broadcast", broadcast)
+    monkeypatch.setattr(control, "MOST_BYTES", most)
+    first, second = (BroadcastControl(None, b"key") for _ in range(2))  # type: ignore[arg-type]
+    for commands in (COMMANDS, [], COMMANDS[:1]):
+        assert first.share(commands) == commands
+        assert max(len(message) for message in sent) <= max(most, HEADER)
+        assert list(second.share(())) == commands and not sent
 
 
 def meet(rank: int, size: int, directory: str) -> None:
@@ -191,3 +210,11 @@ def test_token_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_a_longer_prompt_is_no_problem() -> None:
     spec = SequenceSpec(0, tuple(range(200_000)), 1, replace(PARAMS, stop=("x" * 100_000,)))
     assert decode(encode([AddSequence(spec)])) == [AddSequence(spec)]
+
+
+def test_ranks_are_not_sent_stop_texts() -> None:
+    """These may be megabytes, of each of a hundred results: the process that has the texts looks for them."""
+    request = Request(0, "abc", [1, 2, 3], 4, PARAMS, None)
+    command = OpenRequest(request, None).command(7)
+    assert command == AddSequence(SequenceSpec(7, (1, 2, 3), 4, replace(request.params, stop=())))
+    assert request.params.stop == PARAMS.stop

@@ -155,9 +155,14 @@ def test_sizes_of_passes_with_prompts() -> None:
     assert len(known) < 90
 
 
-def test_a_pass_with_prompts_is_captured_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where it is long or has many prompts, or where the model's experts are computed one after the other."""
+def test_a_pass_with_prompts_is_captured_when_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not where it is long or has many prompts, or where the model's experts are computed one after the other: each is
+    logged once.
+    """
     made = recorded(monkeypatch)
+    caplog.set_level("INFO", "ladder")
     model = load(Decoder(ModelConfig.named("tiny")), Random(5, 0.15))
     passes = PromptGraphs(forward := Forward(model, model.new_cache(4, 64), References()), 3, torch.zeros(4).long())
     assert passes.find([1, 20], [9, 0], 1) is None and passes.find([1, 30], [9, 0], 1) is not None
@@ -166,6 +171,10 @@ def test_a_pass_with_prompts_is_captured_when_it_comes_again(monkeypatch: pytest
         assert all(passes.find(counts, [0] * len(counts), 0) is None for _ in range(3))
     monkeypatch.setattr(type(forward), "capturable", False)
     assert passes.find([1, 30], [9, 0], 1) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert [("2048 tokens" in each, "16 prompts" in each, "no graph can be" in each) for each in said] == [
+        (True, False, False), (False, True, False), (False, False, True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ("llama-3", "gemma2", "olmo2", "gpt2", "qwen3-moe"))

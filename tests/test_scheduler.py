@@ -2,7 +2,7 @@
 sequence finds its own tokens in its blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ladder.engine.scheduler as scheduler_module
 from ladder.engine.blocks import BlockPool, names_of
 from ladder.engine.executors.pace import MOST, SHARE, Pace
 from ladder.engine.model_runner import NewToken
@@ -172,6 +173,31 @@ def test_a_full_cache_preempts_the_last_and_loses_nothing() -> None:
     assert engine.scheduler.preemptions > 0 and all(len(engine.given[id]) == 80 for id in range(4))
     roomy = live(4, 64, 40, plans, late=True)
     assert roomy.scheduler.preemptions == 0
+
+
+def test_who_waits_for_blocks_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of a long prompt's blocks take longer than a step: they are made once, not in every step."""
+    named: list[int] = []
+
+    def noted(tokens: Sequence[int]) -> Iterator[bytes]:
+        named.append(len(tokens))
+        return names_of(tokens)
+
+    monkeypatch.setattr(scheduler_module, "names_of", noted)
+    scheduler = Scheduler(4, 64, BlockPool(RESERVED + 4))
+    for id, length in ((1, 2 * BLOCK), (2, 3 * BLOCK)):
+        scheduler.add(SequenceSpec(id, tuple(range(id, id + length)), 2, SamplingParams()))
+    for _ in range(5):
+        assert [each.spec.id for each in scheduler.admit()] in ([1], [])
+    assert named == [2 * BLOCK, 3 * BLOCK] and not scheduler.blocks.kept_of(range(99))
+    scheduler.drop(1)
+    assert [each.spec.id for each in scheduler.admit()] == [2] and len(named) == 2
+    scheduler.prefill_batch(alone=True)  # read, and preempted when one of its tokens is known: another beginning
+    scheduler.running[2].new.append(7)
+    scheduler.running[2].pending = 0
+    scheduler.preempt()
+    (again,) = scheduler.admit()
+    assert named[2:] == [3 * BLOCK + 1] and again.unread == (*range(2, 2 + 3 * BLOCK), 7)
 
 
 def test_equal_beginnings_are_read_once() -> None:

@@ -4,6 +4,7 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -159,6 +160,14 @@ def test_logprobs_over_http(scripted: Listening) -> None:
         assert whole.logprobs.top_logprobs == [{token: -0.5} for token in tokens]
 
 
+def test_logprobs_of_a_long_answer_take_no_time(setup: Setup) -> None:
+    """They are written by the thread that serves all clients."""
+    texts, begin = TokenTexts(setup.tokenizer), time.process_time()
+    found = completion_logprobs(texts, [TokenLogprobs(97 - 33 + n % 26, -0.5) for n in range(50_000)], 7)
+    assert time.process_time() - begin < 5
+    assert found is not None and found["text_offset"] == list(range(7, 50_007))
+
+
 def test_logprobs_of_parts_of_characters(setup: Setup) -> None:
     texts = TokenTexts(setup.tokenizer)
     given = [TokenLogprobs(64, float("-inf"), ((64, -1.0), (94, -2.0), (95, -3.0)))]
@@ -193,6 +202,7 @@ def test_logprobs_of_parts_of_characters(setup: Setup) -> None:
     ("completions", {**ASK, "n": 1000}, 400, "n must be from 1 to 128"),
     ("completions", {**ASK, "stop": [""]}, 400, "stop must not"),
     ("completions", {**ASK, "stop": ["a"] * 17}, 400, "at most 16 texts"),
+    ("completions", {**ASK, "logit_bias": {f"{n:05}": 1 for n in range(1025)}}, 400, "1025 tokens: at most 1024"),
     ("completions", {**ASK, "logprobs": 21}, 400, "logprobs must be from 0 to 20"),
     ("completions", {**ASK, "logprobs": 1, "echo": True}, 400, "echo together with logprobs"),
     ("completions", {**ASK, "logit_bias": {"x": 1}}, 400, "logit_bias must be"),
@@ -401,3 +411,17 @@ def test_a_request_that_does_not_fit_the_cache(setup: Setup) -> None:
         found = httpx.post(f"{server.v1}/completions", json={"prompt": [1] * 10, "max_tokens": 11})
         assert found.status_code == 400 and "does not fit into the KV cache" in found.json()["error"]["message"]
         assert httpx.post(f"{server.v1}/completions", json={"prompt": [1] * 10, "max_tokens": 9}).status_code == 200
+
+
+def test_a_chat_of_any_length_has_what_the_cache_has(setup: Setup) -> None:
+    """A model's context may be longer than the cache: who says no length is not to blame for that."""
+    with listening(setup, lambda: Scripted(room=20)) as server:
+        found = httpx.post(f"{server.v1}/chat/completions", json={**SAY, "max_tokens": None}).json()
+        usage = found["usage"]
+        assert found["choices"][0]["finish_reason"] == "length" and usage["total_tokens"] == 20
+        for limit in (20, 20 - usage["prompt_tokens"]):
+            said = httpx.post(f"{server.v1}/chat/completions", json={**SAY, "max_tokens": limit})
+            assert said.status_code == (400 if limit == 20 else 200)
+        long = {"messages": [{"role": "user", "content": "hi" * 20}]}
+        refused = httpx.post(f"{server.v1}/chat/completions", json=long)
+        assert refused.status_code == 400 and "does not fit into the KV cache" in refused.json()["error"]["message"]

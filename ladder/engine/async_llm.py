@@ -116,6 +116,11 @@ class AsyncLLM:
         """Those of them that have no token yet."""
         return self._supervisor.requests.waiting
 
+    @property
+    def room(self) -> int | None:
+        """Tokens that a request may have, its prompt's and its output's; None before the first engine has started."""
+        return self._supervisor.requests.room
+
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Result]:
         """The `n` results of a prompt, a text or a list of ids."""
         requests = await self._checked(prompt, params)

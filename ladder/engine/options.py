@@ -93,6 +93,7 @@ class EngineOptions:
 
 MOST_LOGPROBS = 20  # likeliest tokens that a request can ask for beside each of its own
 MOST_STOPS = 16  # token ids that can end one request
+MOST_BIASES = 1024  # tokens whose logits one request can change
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,8 @@ class SamplingParams:
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, tuple):
             raise LadderError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise LadderError(f"logit_bias has {len(self.logit_bias)} tokens: at most {MOST_BIASES}")
         for pair in self.logit_bias:
             token, bias = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
             known = isinstance(token, int) and not isinstance(token, bool) and isinstance(bias, int | float)

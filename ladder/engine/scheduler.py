@@ -138,9 +138,11 @@ class Scheduler:
         """Take the blocks that a sequence needs for what it has to read and for one more token, if they are free, and
         if every running sequence could still get one. Beginnings that others have read already are shared.
         """
-        unread = (*sequence.spec.tokens, *sequence.new)
+        if not sequence.unread:  # else it has waited for blocks since an earlier step
+            sequence.unread = (*sequence.spec.tokens, *sequence.new)
+            sequence.names = list(names_of(sequence.unread))
+        unread = sequence.unread
         # at least one token is read: its logits are needed
-        sequence.names = list(names_of(unread))
         shared = self.blocks.find(sequence.names[: (len(unread) - 1) // BLOCK])
         count = len(unread) // BLOCK + 1
         needed = count - len(shared) + self.blocks.kept_of(shared)
@@ -148,7 +150,7 @@ class Scheduler:
             return False
         self.blocks.share(shared)
         sequence.blocks = [*shared, *(self.blocks.take() for _ in range(count - len(shared)))]
-        sequence.unread, sequence.computed = unread, len(shared) * BLOCK
+        sequence.computed = len(shared) * BLOCK
         # one that is read again after a preemption has been answered already: it does not wait
         sequence.long = not sequence.new and len(unread) - sequence.computed > self._long
         return True

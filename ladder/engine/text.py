@@ -99,6 +99,36 @@ def _json_value(file: Path, key: str) -> Any:
     return read_json(file).get(key) if file.exists() else None
 
 
+class Stop:
+    """A stop text in a text that grows. Each character is looked at once (Knuth, Morris, Pratt), and no more of the
+    stop text than has been found: a request may have long ones, and the engine's thread waits.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.found = 0  # how many of its characters, from the first, end the text so far
+        self._again = [0, 0]  # with so many found: how many of them, fewer than all, are its first characters again
+
+    def end_in(self, piece: str) -> int | None:
+        """What the text grows by; how many of these characters there are up to the end of the stop text."""
+        for count, character in enumerate(piece, 1):
+            while self.found and self.text[self.found] != character:
+                self.found = self._fewer(self.found)
+            self.found += self.text[self.found] == character
+            if self.found == len(self.text):
+                return count
+        return None
+
+    def _fewer(self, found: int) -> int:
+        again = self._again
+        while len(again) <= found:
+            known, character = again[-1], self.text[len(again) - 1]
+            while known and self.text[known] != character:
+                known = again[known]
+            again.append(known + (self.text[known] == character))
+        return again[found]
+
+
 class Text:
     """The text of a growing list of tokens, given out piece by piece and cut before the first stop text.
 
@@ -107,7 +137,7 @@ class Text:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stop = stop
+        self._stop = [Stop(text) for text in stop]
         self._tokens: list[int] = []
         # None for tokenizers written in Python, which decode everything again with every token
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -146,22 +176,17 @@ class Text:
         return str(self._tokenizer.decode(self._tokens, **kwargs))[self._decoded :]
 
     def _append(self, piece: str) -> None:
-        # a stop text that ends in the new piece begins at most its own length before it
-        begin = max(0, len(self.text) - max((len(stop) for stop in self._stop), default=0))
+        before = len(self.text)
         self._decoded += len(piece)
         self.text += piece
-        found = [at for stop in self._stop if (at := self.text.find(stop, begin)) >= 0]
-        if found:
+        ends = [(stop, stop.end_in(piece)) for stop in self._stop]
+        if found := [before + end - len(stop.text) for stop, end in ends if end is not None]:
             self.text = self.text[: min(found)]
             self.stopped = True
 
     def _possible_stop(self) -> int:
         """How many characters at the end could begin a stop text."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for count in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-count:]) for stop in self._stop):
-                return count
-        return 0
+        return max((stop.found for stop in self._stop), default=0)
 
     def _give(self, upto: int) -> str:
         piece = self.text[self.given : upto]

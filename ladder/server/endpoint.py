@@ -140,9 +140,13 @@ class Endpoint:
         setup = self._served.llm.setup
         prompts = [chat_tokens(setup, asked.messages)] if asked.messages else list(asked.prompts)
         try:
-            return setup.requests(prompts, asked.params)
+            requests = setup.requests(prompts, asked.params)
         except LadderError as error:
             raise schema.bad_input(error) from None
+        if asked.fills and (room := self._served.llm.room) is not None:
+            for request in requests:  # the cache may hold less than the model's context
+                request.limit = max(1, min(request.limit, room - len(request.tokens)))
+        return requests
 
 
 def _check_finite(requests: list[Request]) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from ladder.engine.requests import TokenLogprobs
@@ -14,9 +15,13 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}  # an answer has up to 21 for each of its tokens, mostly the same ones
 
     def text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if (found := self._known.get(token)) is None:
+            kwargs = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            found = self._known[token] = str(self._tokenizer.decode([token], **kwargs))
+        return found
 
     def bytes(self, token: int) -> list[int] | None:
         """None where a token is a part of a character and its bytes are not known."""
@@ -49,7 +54,7 @@ def completion_logprobs(
     if logprobs is None:
         return None
     tokens = [texts.text(one.token) for one in logprobs]
-    offsets = [offset + sum(map(len, tokens[:number])) for number in range(len(tokens))] if tokens else []
+    *offsets, _ = accumulate(map(len, tokens), initial=offset)
     return {
         "tokens": tokens,
         "token_logprobs": [max(one.logprob, LEAST) for one in logprobs],

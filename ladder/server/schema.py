@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ladder.engine.options import MOST_LOGPROBS, SamplingParams
@@ -47,6 +47,7 @@ class Asked:
     stream: bool
     include_usage: bool
     echo: bool = False
+    fills: bool = False  # nobody has said how long the answer may be: as long as there is room
 
 
 def completion(body: dict[str, Any], context: int) -> Asked:
@@ -72,7 +73,8 @@ def chat(body: dict[str, Any], context: int) -> Asked:
     limits = fields.integer("max_tokens", 1), fields.integer("max_completion_tokens", 1)
     fields.refuse(CHAT_REFUSED)
     limit = min((limit for limit in limits if limit is not None), default=context)
-    return _asked(fields, (), messages, (top or 0) if wanted else None, min(limit, context))
+    asked = _asked(fields, (), messages, (top or 0) if wanted else None, min(limit, context))
+    return replace(asked, fills=limits == (None, None))
 
 
 def _asked(

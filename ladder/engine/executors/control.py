@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ladder.comm.base import Comm, Solo
 from ladder.comm.distributed import Distributed
 from ladder.comm.symmetric import Symmetric
-from ladder.engine.executors.messages import decode, encode
+from ladder.engine.executors.messages import MOST_BYTES, decode, encode
 from ladder.engine.executors.rendezvous import loopback
 from ladder.engine.executors.seal import HEADER, Seal, greet
 from ladder.engine.model_runner import Command
@@ -43,7 +43,9 @@ class LocalControl:
 
 
 class BroadcastControl:
-    """Over a process group that carries CPU tensors, sealed. No commands cost one header."""
+    """Over a process group that carries CPU tensors, sealed. No commands cost one header; behind a piece of a message
+    that is as long as pieces may be comes another, if only an empty one.
+    """
 
     def __init__(self, group: dist.ProcessGroup, key: bytes) -> None:
         self._group = group
@@ -53,13 +55,19 @@ class BroadcastControl:
     def share(self, commands: Sequence[Command]) -> Sequence[Command]:
         if self._first:
             message = encode(commands)
-            self._broadcast(self._seal.header(message))
-            if message:
-                self._broadcast(message)
+            for begin in range(0, len(message) + 1, MOST_BYTES):
+                piece = message[begin : begin + MOST_BYTES]
+                self._broadcast(self._seal.header(piece))
+                if piece:
+                    self._broadcast(piece)
             return commands
-        header = self._broadcast(bytes(HEADER))
-        length = self._seal.length(header)
-        return decode(self._seal.check(header, self._broadcast(bytes(length)))) if length else ()
+        received = bytearray()
+        while True:
+            header = self._broadcast(bytes(HEADER))
+            if length := self._seal.length(header):
+                received += self._seal.check(header, self._broadcast(bytes(length)))
+            if length < MOST_BYTES:
+                return decode(bytes(received))
 
     def _broadcast(self, message: bytes) -> bytes:
         """The first rank's, of the same length on all ranks."""

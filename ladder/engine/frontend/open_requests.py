@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -28,7 +28,8 @@ class OpenRequest(Generic[Owner]):
 
     def command(self, id: int) -> Command:
         request = self.request
-        return AddSequence(SequenceSpec(id, request.tokens, request.limit, request.params))
+        params = replace(request.params, stop=())  # texts are found here: the ranks know tokens
+        return AddSequence(SequenceSpec(id, request.tokens, request.limit, params))
 
     def take(self, token: NewToken) -> Chunk | None:
         """The chunk of a new token; None where an earlier engine gave the same token before it failed."""
@@ -62,7 +63,7 @@ class OpenRequests(Generic[Owner]):
         self._send_lock = threading.RLock()
         self._sending = False
         self._executor = executor
-        self._room = None if executor is None else executor.room  # tokens of a request, at most
+        self.room = None if executor is None else executor.room  # tokens of a request, at most
         self._ids = count()
         self._open: dict[int, OpenRequest[Owner]] = {}
         self._commands: list[Command] = []
@@ -80,10 +81,10 @@ class OpenRequests(Generic[Owner]):
         """Their ids; `numbered`: which are the indices of their chunks too."""
         ids = []
         for request in requests:
-            if self._room is not None and len(request.tokens) + request.limit > self._room:
+            if self.room is not None and len(request.tokens) + request.limit > self.room:
                 raise LadderError(
                     f"a request of {len(request.tokens)} tokens and up to {request.limit} new ones does not fit into "
-                    f"the KV cache, which has room for {self._room}: lower max_new_tokens, or raise --memory"
+                    f"the KV cache, which has room for {self.room}: lower max_new_tokens, or raise --memory"
                 )
         with self.lock:
             for request in requests:
@@ -165,7 +166,7 @@ class OpenRequests(Generic[Owner]):
         come again, and are not given twice.
         """
         with self.lock:
-            self._executor, self._room = executor, executor.room
+            self._executor, self.room = executor, executor.room
             for entry in self._open.values():
                 entry.repeated = 0
             self._commands = [entry.command(id) for id, entry in self._open.items()]

@@ -1,5 +1,6 @@
 """Passes with prompts: launched one by one, their kernels would keep the GPU waiting."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ SHORTEST, LONGEST = 16, 2048  # rows of a pass that is worth a graph; longer one
 STEPS = ((256, 128), (1024, 256))  # beyond so many rows, what lies between two sizes; up to there, powers of two
 MOST = 16  # prompts of a pass
 USES = 2  # passes of a size before it is captured, which takes as long as several of them
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[int, int, int]  # rows, sequences that are decoded, positions that their attention is configured for
 
@@ -47,6 +50,7 @@ class PromptGraphs:
         self._captured: dict[Key, _Captured] = {}
         self._asked: Counter[Key] = Counter()
         self._shared: _Shared | None = None
+        self._logged: set[str] = set()
 
     def captured(self, key: Key) -> "_Captured":
         if key not in self._captured:
@@ -59,12 +63,22 @@ class PromptGraphs:
         """The graph for a pass of so many tokens of each sequence that follow `starts`, the first `decoded` of which
         are decoded; None: it is launched kernel by kernel.
         """
-        if sum(counts) > LONGEST or len(counts) - decoded > MOST or not self._forward.capturable:
+        if why := self._why_not(sum(counts), len(counts) - decoded):
+            if why not in self._logged:
+                logger.info("passes with %s are launched kernel by kernel, not as CUDA graphs", why)
+                self._logged.add(why)
             return None
         most = beside(decoded)
         key = (max(rows_of(sum(counts)), rows_of(most)), most, reach(max(starts[:decoded], default=0) + 1))
         self._asked[key] += 1
         return self.captured(key) if key in self._captured or self._asked[key] >= USES else None
+
+    def _why_not(self, rows: int, prompts: int) -> str | None:
+        if not self._forward.capturable:
+            return "prompts, in a model of which no graph can be captured,"
+        if rows > LONGEST:
+            return f"more than {LONGEST} tokens"
+        return f"more than {MOST} prompts" if prompts > MOST else None
 
 
 class _Shared:
