@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -352,6 +353,22 @@ def test_other_options_and_finished_runs(data: Path, whole: Path) -> None:
     with pytest.raises(LadderError, match="is a run with wiring ladder, not standard"):
         train(ScratchOptions(whole, size="tiny", wiring="standard"), own, silent)
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == before
+
+
+def test_ctrl_c_tells_where_the_same_command_goes_on(
+    run: Callable[..., tuple[int, str, str]], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*tiny.flags(ScratchOptions(tmp_path / "out", size="tiny")), *tiny.flags(training(data, 12))]
+    for step, how in ((2, "begins again, since no checkpoint was written yet"), (10, "continues from step 8")):
+
+        def interrupt(done: int, total: int, what: str, at: int = step) -> None:
+            if done >= at:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("ladder.cli.train.steps_bar", lambda what, progress=interrupt: nullcontext(progress))
+        assert run("train", *flags) == (130, "", f"ladder: stopped: the same command {how}\n")
+    monkeypatch.undo()
+    assert run("train", *flags)[0] == 0
 
 
 def test_the_command_line(run: Callable[..., tuple[int, str, str]], data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """`ladder fit`, `ladder adapt` and `ladder train`: weights for a wiring, by least squares or by training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -7,6 +10,7 @@ import typer
 from ladder.cli.verbs import steps_bar, verb
 from ladder.config.early import check_model_named
 from ladder.data.check import check_training_data
+from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.files import check_new, writable
 from ladder.scan.early import check_early, refuse_local, refuse_standard
 from ladder.scan.options import FitOptions
@@ -54,7 +58,7 @@ def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
     from ladder.train.distill import adapt
     from ladder.train.distill_inputs import adapt_inputs
 
-    with steps_bar("loading") as progress:
+    with _stoppable(options.out), steps_bar("loading") as progress:
         found = (adapt_inputs if reads_inputs(options.model) else adapt)(options, training, progress)
     _print_evaluation(found, f"wrote {options.out}")
 
@@ -67,9 +71,25 @@ def train(options: ScratchOptions, training: TrainingOptions, named: frozenset[s
     _check_data(training)
     from ladder.train.scratch import train  # imports for seconds: not for what can be refused at once
 
-    with steps_bar("loading") as progress:
+    with _stoppable(options.out), steps_bar("loading") as progress:
         found = train(options, training, progress, named)
     _print_evaluation(found, f"wrote {options.out}")
+
+
+@contextmanager
+def _stoppable(out: Path) -> Iterator[None]:
+    """Ctrl-C tells, once, where the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from ladder.train.folder import CHECKPOINTS, complete_checkpoints
+
+        found, own = complete_checkpoints(out / CHECKPOINTS), torchrun_rank()
+        step = found[-1].name.rpartition("-")[2] if found else None
+        how = f"continues from step {step}" if step else "begins again, since no checkpoint was written yet"
+        if own is None or own.rank == 0:
+            typer.echo(f"ladder: stopped: the same command {how}", err=True)
+        raise typer.Exit(130) from None
 
 
 def _check_data(training: TrainingOptions) -> None:
