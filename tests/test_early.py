@@ -87,6 +87,7 @@ AT_ONCE = {
     "fit nothing X --data TOKENS": NO_MODEL,
     "fit TOKENS X --data TOKENS": NO_CONFIG,
     "fit MODEL X --data nothing": "no such folder of tokens: nothing",
+    "fit MODEL X --data TEXT": "TEXT is a file: name a folder of tokens",
     "fit MODEL X --data TOKENS --seq-len 5000": LONG,
     "fit MODEL X --data TOKENS --wiring ladder:9": DEEP,
     "fit MODEL X --data TOKENS --wiring standard": "there is nothing to fit",

@@ -14,6 +14,7 @@ END = "<|end|>"  # of a text, for tokenizers that are trained here
 BYTES = 256  # entries that every byte-level tokenizer has
 LARGEST = 1 << 20  # entries of a tokenizer that is trained here
 INDEX = "shards.json"  # of a folder of tokens
+INPUTS = ".safetensors"  # of a file of a model's inputs
 
 
 def check_tokenizing(
@@ -40,6 +41,11 @@ def check_tokenizer_named(name: str) -> None:
 
 def check_tokens(folder: Path) -> None:
     """Refuse what is no folder of tokens."""
+    if folder.is_file():
+        raise LadderError(
+            f"{folder} is a file: name a folder of tokens, which ladder data makes of texts; inputs of models that "
+            f"read other things are a {INPUTS} file"
+        )
     if not folder.is_dir():
         raise LadderError(f"no such folder of tokens: {folder}; ladder data makes one")
     if not (folder / INDEX).exists():
@@ -47,6 +53,6 @@ def check_tokens(folder: Path) -> None:
 
 
 def check_training_data(data: Path) -> None:
-    """The same, or a file of a model's inputs, which only its model can tell."""
-    if not data.is_file():
+    """The same, or a file of a model's inputs, of which only its model can tell what must be in it."""
+    if not (data.is_file() and data.suffix == INPUTS):
         check_tokens(data)
