@@ -130,6 +130,7 @@ def stand_ins(folder: Path) -> Path:
     for copy in ("FITTED", "my-ladder-model"):
         shutil.copytree(folder / "OUT", folder / copy)
     quantize(QuantizeOptions(folder / "OUT", folder / "QUANTIZED", format="int8"))
+    (folder / "h100.jsonl").touch()  # a table of tuned kernels, with none in it
     (folder / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents.\n" * 100)
     (folder / "prompts.txt").write_text("Once upon a time\nIt was a dark night\n")
     (folder / "more.jsonl").write_text(json.dumps({"text": "and the rain fell in torrents " * 20}) + "\n")

@@ -203,7 +203,7 @@ def test_evaluation_by_vllm(run: Run, here: Path, monkeypatch: pytest.MonkeyPatc
     lines = [words for words in VLLM.values() if words[1] == "eval"]
     assert len(lines) == 1
     status, _, err = run(*lines[0][1:])
-    assert status == 2 and "evaluating on vLLM needs vllm: pip install 'ladder-residual[vllm]'" in err
+    assert status == 2 and "evaluating on vLLM needs vllm: pip install 'vllm>=0.26'" in err
 
 
 # --- other programs -------------------------------------------------------------------------------------------------

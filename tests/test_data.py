@@ -313,7 +313,7 @@ def test_refused_options(run: Run, model: Path, tmp_path: Path) -> None:
 def test_parquet_without_pyarrow(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(LadderError, match=r"needs pyarrow .*pip install 'ladder-residual\[data\]'"):
+    with pytest.raises(LadderError, match=r"needs pyarrow .*: pip install 'pyarrow>=15'"):
         tokenize([file], tmp_path / "out", str(model))
 
 
