@@ -88,6 +88,7 @@ class Engine:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to spawn
         self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         self._count = 0
+        self.steps = 0  # of the engine
 
     def generate(self, prompts: Sequence[list[int]], tokens: int = 16, lora: Any = None) -> list[Answer]:
         """All prompts at once, greedily."""
@@ -98,6 +99,7 @@ class Engine:
             self._count += 1
         done: dict[int, Answer] = {}
         while self.engine.has_unfinished_requests():
+            self.steps += 1
             for output in self.engine.step():
                 if output.finished:
                     found = output.outputs[0]

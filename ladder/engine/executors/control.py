@@ -43,8 +43,8 @@ class LocalControl:
 
 
 class BroadcastControl:
-    """Over a process group that carries CPU tensors, sealed. No commands cost one header; behind a piece of a message
-    that is as long as pieces may be comes another, if only an empty one.
+    """Over a process group that carries CPU tensors, sealed. No commands cost one header. A piece of a message of the
+    full length is always followed by another one, which may be empty.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: bytes) -> None:
