@@ -282,8 +282,8 @@ def test_what_changes_weights_is_refused(
     method: str, made: Callable[[str], tuple[Path, Path]], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a weight is read."""
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     source, out = made("int8-channel")[0], tmp_path / "out"
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     message = r"the weights of .* are quantized \(compressed-tensors\): .*quantize what comes out"
     with pytest.raises(LadderError, match=message):
         if method == "fit":

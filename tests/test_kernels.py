@@ -363,17 +363,20 @@ import re
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
-from ladder.kernels.quantized.integers import integer_gemv
+from ladder.kernels.quantized.gemv import quantized_gemv
 
 def groups(plus, kind):
-    kernel = integer_gemv if kind == "i32" else _gemv
+    kernel = _gemv if kind == "bf16" else quantized_gemv
     fixed = {"K": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0}
     fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
     if kernel is _gemv:
-        fixed |= {"BK": 1024, "STORED": 0 if kind == "bf16" else 128}
+        fixed |= {"BK": 1024}
+    elif kind == "i32":
+        fixed |= {"BITS": 4, "WIDTH": 128, "DEEP": 1, "LANES": 32, "SHARE": 4, "STEP": 4, "DIGITS": 2}
     else:
-        fixed |= {"BITS": 4, "WIDTH": 128, "CHUNKS": 32, "SHARE": 4, "STEP": 4, "DIGITS": 2}
-        fixed |= {"ZEROS": False, "RUN": 16, "ASM": True}
+        fixed |= {"BITS": 8, "WIDTH": 1024, "DEEP": 2, "LANES": 32, "SHARE": 8, "STEP": 8, "DIGITS": 0}
+    if kernel is quantized_gemv:
+        fixed |= {"ZEROS": False, "ASM": True, "WHOLE": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
     kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32", "weight": "*" + kind}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
@@ -383,6 +386,8 @@ def groups(plus, kind):
                     options={"num_warps": 4, "launch_pdl": True})
     text = built.asm["ptx"]
     assert "griddepcontrol.wait" in text and ("dp4a" in text) == (kind == "i32")
+    if kind == "i32":  # a thread has whole chunks, and those of a warp's threads follow each other
+        assert "sizePerThread = [1, 1, 1, 4], threadsPerWarp = [32, 1, 1, 1]" in built.asm["ttgir"]
     return len(re.findall("cp.async.commit_group", text))
 
 for kind in ("bf16", "fp8e4nv", "i32"):

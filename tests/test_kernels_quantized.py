@@ -1,5 +1,7 @@
 """Matrix kernels over quantized weights against torch's products of the dequantized ones, in float64."""
 
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from ladder.jit import PRESENT
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.launch import Kernels, References
 from ladder.kernels.norm import add_norm_reference
+from ladder.kernels.quantized import integers
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
@@ -134,7 +137,7 @@ def one_row(weight: Quantized, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("storage", INTEGERS, ids=lambda each: f"{each.kind}-{each.group}-{each.zero}")
 def test_two_digits(monkeypatch: pytest.MonkeyPatch, storage: Storage) -> None:
     """What a row of bfloat16 becomes: numbers are off by half a step of their group, however large another group's."""
-    monkeypatch.setattr("ladder.kernels.gemv.digits", lambda dtype: 2)
+    monkeypatch.setattr("ladder.kernels.quantized.gemv.digits", lambda dtype: 2)
     draw = Draw(5, torch.float32)
     weight, x = some_quantized(draw, storage, 32, 512), draw(1, 512)
     weight.bias = None
@@ -163,6 +166,58 @@ def test_a_row_of_zeros() -> None:
     weight = some_quantized(Draw(1, torch.float32), Storage("int4", "compressed", 64, 1), 16, 256)
     weight.bias = None
     assert one_row(weight, torch.zeros(1, 256, device=DEVICE)).abs().max() == 0
+
+
+def executed(instructions: str, registers: dict[str, int]) -> int:
+    """What $0 is afterwards: enough of PTX for `chunk_sums`."""
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def signed(word: int, byte: int) -> int:
+        return ((word >> 8 * byte & 255) ^ 128) - 128
+
+    for line in filter(None, map(str.strip, instructions.split(";"))):
+        if line.startswith("."):
+            continue
+        operation, operands = line.split(maxsplit=1)
+        to, *names = (name.strip() for name in operands.split(","))
+        of = [value(name) for name in names]
+        match operation:
+            case "mov.b32":
+                found = of[0]
+            case "and.b32":
+                found = of[0] & of[1]
+            case "shr.b32":
+                found = of[0] >> of[1]
+            case "shl.b32":
+                found = of[0] << of[1]
+            case "add.s32":
+                found = of[0] + of[1]
+            case "dp4a.s32.s32":
+                found = sum(signed(of[0], byte) * signed(of[1], byte) for byte in range(4)) + of[2]
+            case _:
+                raise NotImplementedError(operation)
+        registers[to] = found & 0xFFFFFFFF
+    return (registers["$0"] ^ 0x80000000) - 0x80000000
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_the_instructions_for_a_chunk_add_up(bits: int) -> None:
+    """They are given the four words of codes, then those of the first digits, the second, the high halves' first..."""
+    both = re.findall(r'"""{(.*?)}"""', inspect.getsource(integers), re.DOTALL)
+    instructions = both[0 if bits == 4 else 1]
+    draw = torch.Generator().manual_seed(bits)
+    for _ in range(20):
+        codes = torch.randint(0, 256, (16,), generator=draw)
+        numbers = torch.randint(-32639, 32640, (32 if bits == 4 else 16,), generator=draw)
+        low = ((numbers & 255) ^ 128) - 128
+        digits = torch.cat([each.view(-1, 16) for each in (low, numbers - low >> 8)], dim=1).view(-1, 2, 16)
+        given = torch.cat((codes[None], digits.flatten(0, 1) & 255)).view(-1, 4, 4)
+        words = (given << 8 * torch.arange(4)).sum(-1).flatten().tolist()
+        found = executed(instructions, {f"${4 + n}": word for n, word in enumerate(words)})
+        halves = torch.stack((codes & 15, codes >> 4)) if bits == 4 else ((codes ^ 128) - 128)[None]
+        assert found == int((halves.flatten() * (low + 256 * digits[:, 1].flatten())).sum())
 
 
 @formats

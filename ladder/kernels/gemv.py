@@ -13,8 +13,8 @@ from ladder.kernels.device import (
     wait_for_all,
 )
 from ladder.kernels.norm import norm_arguments
-from ladder.kernels.quantized.codes import CHUNK, code_arguments
-from ladder.kernels.quantized.integers import INPUTS, digits, integer_gemv
+from ladder.kernels.quantized.codes import code_arguments
+from ladder.kernels.quantized.gemv import chunked, quantized_gemv
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv
 from ladder.layers.activation import activate
@@ -23,24 +23,13 @@ from ladder.layers.weight import Packed, Weight
 
 
 @triton.jit
-def _scaled(codes, x, scales, r, here, GROUPS):
-    """Rows `r` of fp8, [rows, groups, numbers of a group], times x: each group's sum is scaled once."""
-    group = tl.arange(0, x.shape[0])[None, :]
-    live = here[:, None] & (group < GROUPS)
-    scale = tl.load(scales + r.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0.0).to(tl.float32)
-    return tl.sum(tl.sum(codes.to(tl.float32) * x[None, :, :], axis=2) * scale, axis=1)
-
-
-@triton.jit
-def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, weight, scales, bias, plus,
-          out, eps, scale, alpha, N, GROUPS, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
+def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, weight, bias, plus, out,
+          eps, scale, alpha, N, K: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
           SUMS: tl.constexpr, FLAGS: tl.constexpr, DRIFTS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
           PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
-          TP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
+          TP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     pid = tl.program_id(0)
     cols = tl.arange(0, BK)
-    if STORED > 0:  # fp8, [groups, numbers of a group]
-        cols = tl.arange(0, BK // STORED)[:, None] * STORED + tl.arange(0, STORED)[None, :]
     inside = cols < K
     if NORM:
         g = tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32) + OFFSET
@@ -52,12 +41,8 @@ def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         r = (pid * TILES + tile) * BN + tl.arange(0, BN)
         here = r < N
-        line = r.to(tl.int64)[:, None] * K
-        live = here[:, None]
-        if STORED > 0:
-            line, live = line[:, :, None], live[:, :, None]
-        at = line + cols.expand_dims(0)
-        live = live & inside.expand_dims(0)
+        at = r.to(tl.int64)[:, None] * K + cols[None, :]
+        live = here[:, None] & inside[None, :]
         wa = tl.load(weight + at, mask=live, other=0.0)
         if PAIR:
             wb = tl.load(weight + N.to(tl.int64) * K + at, mask=live, other=0.0)
@@ -72,18 +57,12 @@ def _gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, 
             if NORM:
                 x, factor = normalized(x, g, norm_bias, cols, inside, eps, K, NORM)
             let_others_start(PDL)
-        if STORED > 0:
-            ya = factor * _scaled(wa, x, scales, r, here, GROUPS)
-        else:
-            ya = tl.sum(wa.to(tl.float32) * x[None, :], axis=1) * factor
+        ya = tl.sum(wa.to(tl.float32) * x[None, :], axis=1) * factor
         if BIAS:
             ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
         ya = activated(ya, ACT)
         if PAIR:
-            if STORED > 0:
-                yb = factor * _scaled(wb, x, scales, N + r, here, GROUPS)
-            else:
-                yb = tl.sum(wb.to(tl.float32) * x[None, :], axis=1) * factor
+            yb = tl.sum(wb.to(tl.float32) * x[None, :], axis=1) * factor
             if BIAS:
                 yb += tl.load(bias + N + r, mask=here, other=0.0).to(tl.float32)
             ya = ya * yb
@@ -118,7 +97,7 @@ def gemv(
     the kernels that set them.
     """
     matrix, scales, zeros, groups, form = code_arguments(weight)
-    rows, width, padded = matrix.shape[0] // (1 + pair), matrix.shape[1], triton.next_power_of_2(matrix.shape[1])
+    rows, padded = matrix.shape[0] // (1 + pair), triton.next_power_of_2(matrix.shape[1])
     programs, room = config.programs, {}
     if source.flags:
         tile = config.rows * padded * matrix.element_size() * (1 + pair)
@@ -134,23 +113,19 @@ def gemv(
         "launch_pdl": pdl,
     }  # fmt: skip
     grid, stream = (-(-rows // (tiles * config.rows)),), source.arguments(saved)
-    bits, group = form["BITS"], form.pop("GROUP")
-    if matrix.dtype in (torch.int8, torch.uint8):
-        chunks = max(padded // CHUNK, 1)
+    if isinstance(weight, Packed):
+        shape = chunked(weight, config, source.base.dtype, padded * matrix.element_size())
+        numbers = matrix if shape["DIGITS"] == 0 else matrix.view(torch.int32)
         # two programs of eight warps, or one of 16, have all registers of a multiprocessor
         common["maxnreg"] = min(room.get("maxnreg", 255), max(128, 1024 // config.warps))
-        common |= {"BITS": bits, "SHARE": (group or source.base.shape[1]) * bits // 8 // CHUNK or 1}
-        integer_gemv[grid](
-            *stream, gain, norm_bias, matrix.view(torch.int32), scales, zeros, bias, plus, out, eps, 1 / divisor, alpha,
-            rows, groups, WIDTH=width // 4, CHUNKS=chunks, STEP=min(chunks, (group or INPUTS) * bits // 8 // CHUNK),
-            DIGITS=digits(source.base.dtype), ZEROS=form["ZEROS"], RUN=form["RUN"], ASM=form["ASM"],
-            **common,
+        quantized_gemv[grid](
+            *stream, gain, norm_bias, numbers, scales, zeros, bias, plus, out, eps, 1 / divisor, alpha, rows, groups,
+            WIDTH=numbers.shape[1], BITS=weight.bits, ZEROS=form["ZEROS"], ASM=form["ASM"], **shape, **common,
         )  # fmt: skip
     else:
         _gemv[grid](
-            *stream, gain, norm_bias, matrix, scales, bias, plus, out, eps, 1 / divisor, alpha, rows, groups,
-            BK=padded, STORED=0 if bits == 16 else group or padded, **common,
-        )  # fmt: skip
+            *stream, gain, norm_bias, matrix, bias, plus, out, eps, 1 / divisor, alpha, rows, BK=padded, **common
+        )
     return saved
 
 

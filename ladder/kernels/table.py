@@ -220,14 +220,14 @@ def rule(shape: Shape) -> Config:
     if shape.batch == 1:
         line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
         padded = power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair)
-        if shape.bits == 4:  # as many codes for a thread as its registers hold beside the row's own share
-            warps = 16 if shape.inputs > 8192 else 8
-            most = warps * 2048 * line // padded
-        else:  # codes become numbers in registers, which hold fewer of them than shared memory has codes
-            wide, most = (1 << 13, 16 * 1024) if shape.bits else (1 << 14, 28 * 1024)
-            warps = 8 if line >= wide else 4
-        rows = max(1, min(power_up_to(most // line), power_up_to(shape.outputs // WAVE)))
-        stages = 4 if shape.bits == 4 or rows * line < 1 << 15 else 3
+        if shape.bits:  # few tiles, since each has its barriers; two, so that the second comes during the wait
+            warps = 8 if padded <= (1 + shape.pair) << 14 else 16
+            rows = max(1, min((1 << 15) // padded, power_up_to(shape.outputs // (2 * WAVE))))
+            stages = 4 if rows * padded <= 1 << 15 else 3
+        else:
+            warps = 8 if line >= 1 << 14 else 4
+            rows = max(1, min(power_up_to((28 << 10) // line), power_up_to(shape.outputs // WAVE)))
+            stages = 4 if rows * line < 1 << 15 else 3
         ring = rows * padded * (stages - 1)
         if ring <= SHARED:  # else a row of it is too wide
             return Gemv(rows, warps, WAVE if 2 * ring <= SHARED and warps <= 8 else WAVE // 2, stages)

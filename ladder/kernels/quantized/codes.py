@@ -100,26 +100,6 @@ def zero_points(zeros, at, live, ZEROS: tl.constexpr):
         return tl.where(live, 8.0, 0.0)
 
 
-@triton.jit
-def chunk_scales(scales, r, here, GROUPS, CHUNKS: tl.constexpr, SHARE: tl.constexpr):
-    """The scales of the rows' chunks, [rows, chunks]; SHARE chunks have the same one."""
-    group = (tl.arange(0, CHUNKS) // SHARE)[None, :]
-    live = here[:, None] & (group < GROUPS)
-    return tl.load(scales + r.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def chunk_zeros(zeros, r, here, GROUPS, CHUNKS: tl.constexpr, SHARE: tl.constexpr, BITS: tl.constexpr,
-                ZEROS: tl.constexpr):  # fmt: skip
-    """The zeros of 4-bit codes, as above; one number where they have none of their own."""
-    if ZEROS:
-        group = (tl.arange(0, CHUNKS) // SHARE)[None, :]
-        live = here[:, None] & (group < GROUPS)
-        return tl.load(zeros + r.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0).to(tl.float32)
-    else:
-        return 8.0
-
-
 def code_arguments(weight: Tensor | Packed) -> tuple[Tensor, Tensor | None, Tensor | None, int, dict[str, Any]]:
     """As the kernels take a weight: its stored numbers, scales, zeros, groups of a row; and its constants."""
     if isinstance(weight, Tensor):

@@ -1,0 +1,175 @@
+"""One row of activations times a quantized weight.
+
+A program goes through its rows of the weight tile by tile, as `gemv` does, and reads a row in chunks of 16 bytes. A
+thread has DEEP chunks of a row, LANES chunks from one to the next: so few warps, if not one alone, add up a row, and
+each reads it in one piece. Scales and zeros are asked for a tile ahead: they come from as far as the codes do.
+"""
+
+import torch
+
+from ladder.jit import tl, triton
+from ladder.kernels.device import activated, gathered, let_others_start, normalized, normalized_halves, wait_for_all
+from ladder.kernels.quantized.codes import CHUNK
+from ladder.kernels.quantized.integers import INPUTS, chunk_products, digits, row_digits, row_steps
+from ladder.kernels.table import Gemv
+from ladder.layers.weight import Packed
+
+DEEP = 4  # chunks of a row that a thread has, at most
+
+
+@triton.jit
+def _places(pid, tile, N, TILES: tl.constexpr, BN: tl.constexpr):
+    """The outputs of a tile, and which of them there are."""
+    r = (pid * TILES + tile) * BN + tl.arange(0, BN)
+    return r, (r < N) & (tile < TILES)
+
+
+@triton.jit
+def _shared(numbers, r, here, chunk, GROUPS, SHARE: tl.constexpr):
+    """What inputs share: of rows, [1, rows], or where a row has several groups, of its chunks, [LANES, rows, DEEP]."""
+    if SHARE == 0:
+        return tl.load(numbers + r[None, :], mask=here[None, :], other=0.0)
+    else:
+        group = (chunk // SHARE)[:, None, :]
+        at = r.to(tl.int64)[None, :, None] * GROUPS + group
+        return tl.load(numbers + at, mask=here[None, :, None] & (group < GROUPS), other=0.0)
+
+
+@triton.jit
+def _scales_and_zeros(scales, zeros, r, here, chunk, GROUPS, SHARE: tl.constexpr, ZEROS: tl.constexpr):
+    """Zeros are 8 where rows have none of their own, which only codes of 4 bits ask for."""
+    scale = _shared(scales, r, here, chunk, GROUPS, SHARE)
+    if ZEROS:
+        return scale, _shared(zeros, r, here, chunk, GROUPS, SHARE)
+    else:
+        return scale, tl.full([1, 1] if SHARE == 0 else [1, 1, 1], 8.0, tl.float32)
+
+
+@triton.jit
+def _partial(codes, x, digits, step, total, scale, zero, BITS: tl.constexpr, SHARE: tl.constexpr,
+             DIGITS: tl.constexpr, ASM: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Rows of codes times x, as far as each thread has them, [LANES, rows]."""
+    if DIGITS == 0:
+        found = tl.sum(codes.to(tl.float32) * x[:, None, :, :], axis=3)
+    else:
+        found = chunk_products(codes, digits, BITS, DIGITS, ASM, WHOLE)
+        if BITS == 4:
+            zero = zero.to(tl.float32)
+            if SHARE == 0:
+                zero = zero[:, :, None]
+            found -= zero * total[:, None, :]
+        found = found * step[:, None, :]
+    if SHARE == 0:
+        return tl.sum(found, axis=2) * scale.to(tl.float32)
+    else:
+        return tl.sum(found * scale.to(tl.float32), axis=2)
+
+
+@triton.jit
+def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, saved, gain, norm_bias, weight, scales,
+                   zeros, bias, plus, out, eps, scale, alpha, N, GROUPS, K: tl.constexpr, WIDTH: tl.constexpr,
+                   BN: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr, FLAGS: tl.constexpr,
+                   DRIFTS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, PAIR: tl.constexpr,
+                   ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr, TP: tl.constexpr,
+                   STAGES: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
+                   ASM: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr,
+                   SHARE: tl.constexpr, STEP: tl.constexpr, DIGITS: tl.constexpr):  # fmt: skip
+    """`gemv` of a weight of WIDTH stored numbers a row: fp8 where DIGITS is 0, else words of four bytes of integers."""
+    per: tl.constexpr = 16 if DIGITS == 0 else 4  # stored numbers of a chunk
+    inputs: tl.constexpr = 128 // BITS
+    pid = tl.program_id(0)
+    chunk = tl.arange(0, LANES)[:, None] + tl.arange(0, DEEP)[None, :] * LANES
+    at_x = chunk[:, :, None] * inputs + tl.arange(0, 16)[None, None, :]
+    known = at_x < K
+    cols = (chunk[:, :, None] * per + tl.arange(0, per)[None, None, :])[:, None, :, :]
+    inside = cols < WIDTH
+    if NORM:
+        g = tl.load(gain + at_x, mask=known, other=0.0).to(tl.float32) + OFFSET
+        if BITS == 4:
+            g_high = tl.load(gain + at_x + 16, mask=known, other=0.0).to(tl.float32) + OFFSET
+    x = tl.zeros([LANES, DEEP, 16], tl.float32)
+    l0 = tl.zeros([LANES, DEEP, 4], tl.int32)
+    l1, l2, h0, h1, h2 = l0, l0, l0, l0, l0
+    step = tl.zeros([LANES, DEEP], tl.float32)
+    total = step
+    factor = 1.0
+    turn = tl.arange(0, TP)
+    more = tl.zeros([TP, BN], tl.float32)
+    r, here = _places(pid, 0, N, TILES, BN)
+    scale_a, zero_a = _scales_and_zeros(scales, zeros, r, here, chunk, GROUPS, SHARE, ZEROS)
+    if PAIR:
+        scale_b, zero_b = _scales_and_zeros(scales, zeros, N + r, here, chunk, GROUPS, SHARE, ZEROS)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        r, here = _places(pid, tile, N, TILES, BN)
+        at = r.to(tl.int64)[None, :, None, None] * WIDTH + cols
+        live = here[None, :, None, None] & inside
+        wa = tl.load(weight + at, mask=live, other=0.0)
+        if PAIR:
+            wb = tl.load(weight + N.to(tl.int64) * WIDTH + at, mask=live, other=0.0)
+        later, there = _places(pid, tile + 1, N, TILES, BN)
+        next_a, next_zero_a = _scales_and_zeros(scales, zeros, later, there, chunk, GROUPS, SHARE, ZEROS)
+        if PAIR:
+            next_b, next_zero_b = _scales_and_zeros(scales, zeros, N + later, there, chunk, GROUPS, SHARE, ZEROS)
+        if tile == 0:
+            wait_for_all(flag1, flag2, need, FLAGS, PDL)
+            if PLUS:  # of all tiles at once, not one latency after the other
+                all_r = (pid * TILES + turn)[:, None] * BN + tl.arange(0, BN)[None, :]
+                more = tl.load(
+                    plus + all_r, mask=(turn < TILES)[:, None] & (all_r < N), other=0.0, cache_modifier=".cg"
+                ).to(tl.float32)
+            x = gathered(base, first, second, drift1, drift2, saved, at_x, known, pid == 0, SUMS, DRIFTS)
+            high = x
+            if BITS == 4:
+                at_high = at_x + 16
+                high = gathered(base, first, second, drift1, drift2, saved, at_high, known, pid == 0, SUMS, DRIFTS)
+                if NORM:
+                    x, high, factor = normalized_halves(
+                        x, high, g, g_high, norm_bias, at_x, at_high, known, eps, K, NORM
+                    )
+            elif NORM:
+                x, factor = normalized(x, g, norm_bias, at_x, known, eps, K, NORM)
+                high = x
+            if DIGITS > 0:
+                step = row_steps(x, high, STEP, DIGITS)
+                l0, l1, l2, steps = row_digits(x, step, DIGITS)
+                if BITS == 4:
+                    h0, h1, h2, more_steps = row_digits(high, step, DIGITS)
+                    total = (steps + more_steps).to(tl.float32)
+            let_others_start(PDL)
+        digits = (l0, l1, l2, h0, h1, h2)
+        ya = _partial(wa, x, digits, step, total, scale_a, zero_a, BITS, SHARE, DIGITS, ASM, WHOLE)
+        if PAIR:
+            yb = _partial(wb, x, digits, step, total, scale_b, zero_b, BITS, SHARE, DIGITS, ASM, WHOLE)
+            ya, yb = (factor * tl.sum(tl.join(ya, yb), axis=0)).split()
+            if BIAS:
+                yb += tl.load(bias + N + r, mask=here, other=0.0).to(tl.float32)
+        else:
+            ya = factor * tl.sum(ya, axis=0)
+        if BIAS:
+            ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
+        ya = activated(ya, ACT)
+        if PAIR:
+            ya = ya * yb
+        if ALPHA:
+            ya = ya * alpha
+        if PLUS:
+            ya += scale * tl.sum(tl.where((turn == tile)[:, None], more, 0.0), axis=0)
+        tl.store(out + r, ya.to(out.dtype.element_ty), mask=here)
+        scale_a, zero_a = next_a, next_zero_a
+        if PAIR:
+            scale_b, zero_b = next_b, next_zero_b
+
+
+def chunked(weight: Packed, config: Gemv, dtype: torch.dtype, padded: int) -> dict[str, int]:
+    """How threads share the chunks of a row, which are those of `padded` bytes."""
+    whole_row, threads = weight.scales.shape[1] == 1, 32 * config.warps
+    chunks = max(padded // CHUNK, 1)
+    # at least as many as a warp has threads follow each other, and no thread is without any
+    deep = max(1, min(DEEP, chunks // 32, chunks * config.rows // threads))
+    share = 0 if whole_row else weight.group * weight.bits // 8 // CHUNK
+    aligned = weight.codes.shape[1] % CHUNK == 0 and weight.codes.data_ptr() % CHUNK == 0
+    return {
+        "DEEP": deep, "LANES": chunks // deep, "SHARE": share, "WHOLE": aligned and chunks * config.rows >= threads,
+        "STEP": min(chunks // deep, share or INPUTS * weight.bits // 8 // CHUNK),
+        "DIGITS": 0 if weight.codes.dtype is torch.float8_e4m3fn else digits(dtype),
+    }  # fmt: skip
