@@ -26,6 +26,12 @@ TURNS = threading.Lock()
 interpreter = pytest.mark.skipif(not PRESENT or torch.cuda.is_available(), reason="Triton's interpreter, without a GPU")
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them one after the other."""
+    monkeypatch.setattr("ladder.kernels.table.WAVE", 4)
+
+
 class InTurns:
     """The kernels in Triton's interpreter, which conftest.py has asked for, and which does one thing at a time."""
 
@@ -93,6 +99,7 @@ def test_families(family: str, batch: int) -> None:
 
 # The interpreter takes seconds for a model; what is left to see is that each kernel gets what its reference gets.
 @interpreter
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("wiring, batch, steps", (
     ("ladder-1-2", 1, 2), ("parallel", 2, 1),
     ("desync-2x", 1, 1), ("desync-2x-1", 2, 1), ("none", 2, 1)
@@ -102,6 +109,7 @@ def test_kernels(wiring: str, batch: int, steps: int) -> None:
 
 
 @interpreter
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("family", ("all_biases", "qk_norm", "windows"))
 def test_kernels_of_families(family: str) -> None:
     rest = {**FAMILIES[family], **({"windows": (3,)} if family == "windows" else {})}

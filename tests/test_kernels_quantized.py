@@ -25,7 +25,7 @@ from ladder.kernels.table import Gemv, Shape, SmallGemm, Table, rule, sound
 from ladder.layers.formats import Dense
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
-from tests.test_fused import InTurns, interpreter
+from tests.test_fused import InTurns, few_programs, interpreter
 from tests.test_kernels import (
     ACTIVATIONS,
     DEVICE,
@@ -40,7 +40,7 @@ from tests.test_kernels import (
     some_source,
 )
 
-__all__ = ["dtype"]
+__all__ = ["dtype", "few_programs"]
 pytestmark = pytest.mark.skipif(not PRESENT, reason="Triton is not installed")
 
 FORMATS = [
@@ -99,7 +99,7 @@ def some_product(draw: Draw, splits: int = 1) -> tuple[Any, bool, int, float]:
 def test_gemv(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     unit = storage.group or 32
-    width, outputs = unit * draw.pick(1, 3, 5), draw.pick(16, 50, 136)
+    width, outputs = unit * draw.pick(1, 3, 5), draw.pick(16, 50)
     activation, pair, divisor, alpha = some_product(draw)
     source, norm = some_source(draw, 1, width), draw.pick(None, some_norm(draw, width))
     weight = some_quantized(draw, storage, outputs * (1 + pair), width)
@@ -113,6 +113,25 @@ def test_gemv(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     x, expected_agreed = add_norm_reference(exact(source), exact(norm))
     assert_close(out, projected(x, exactly(weight), activation, pair, exact(plus), divisor, alpha), dtype)
     assert_close(agreed, expected_agreed, dtype)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no instructions of a GPU")
+@formats
+@pytest.mark.parametrize("pair", (False, True))
+@pytest.mark.parametrize("outputs, width", ((1536, 4096), (4096, 14336), (1280, 8192), (2048, 1024), (1030, 3584)))
+def test_gemv_as_configured_for_real_sizes(storage: Storage, pair: bool, outputs: int, width: int) -> None:
+    draw = Draw(outputs, torch.bfloat16)
+    x, weight = draw(1, width), some_quantized(draw, storage, outputs * (1 + pair), width)
+    config = rule(Shape("gate_up" if pair else "row", 1, outputs, width, pair, bits=4 if storage.kind == "int4" else 8,
+                        group=storage.group))  # fmt: skip
+    assert isinstance(config, Gemv) and weight.packed is not None
+    out = torch.full((1, outputs), float("nan"), dtype=x.dtype, device=DEVICE)
+    with poisoned():
+        gemv(
+            Source(x), None, weight.packed, weight.bias, "silu" if pair else None, pair, None, 1, 1.0, out, config, PDL
+        )
+    expected = projected(exact(x), exactly(weight), "silu" if pair else None, pair, None, 1, 1.0)
+    assert_close(out, expected, torch.bfloat16)
 
 
 def test_rows_that_are_no_whole_words_are_the_library_s() -> None:
@@ -271,6 +290,7 @@ def test_the_rule_suits_every_format(bits: int, group: int) -> None:
 
 
 @interpreter
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("batch", (1, 2))
 @pytest.mark.parametrize("name", ("fp8", "int4-32"))
 def test_a_prompt_and_a_decode_step(name: str, batch: int) -> None:

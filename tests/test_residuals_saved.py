@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,11 @@ def test_convert_refuses_what_cannot_be_wired(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ("bert", "vit"))
 @pytest.mark.parametrize("verb, option", (("eval", "--text"), ("scan", "--data")))
-def test_verbs_for_text_refuse_them(verb: str, option: str, name: str, tmp_path: Path) -> None:
+def test_verbs_for_text_refuse_them(
+    verb: str, option: str, name: str, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
     """A perplexity of BERT's guesses would be a number that means nothing."""
     build(name).save_pretrained(tmp_path / "in")
     (tmp_path / "text.txt").write_text("never wait")
-    command = [sys.executable, "-m", "ladder", verb, str(tmp_path / "in"), option, str(tmp_path / "text.txt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "is no decoder of text" in done.stderr, done.stderr
+    status, _, err = run(verb, tmp_path / "in", option, tmp_path / "text.txt")
+    assert status == 2 and "is no decoder of text" in err, err

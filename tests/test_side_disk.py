@@ -97,7 +97,7 @@ def test_eval_takes_it_for_a_model(
     origin, out, moved = shutil.copytree(model, tmp_path / "model"), tmp_path / "out", tmp_path / "moved"
     adapt(AdaptOptions(str(origin), out, method="side", reduction=1), tiny.adapting(data, 8), tiny.silent)
     text = tmp_path / "some.txt"
-    text.write_text(data.with_suffix(".txt").read_text()[:1500])
+    text.write_text(data.with_suffix(".txt").read_text()[:600])
 
     def told(*flags: object) -> dict[str, dict[str, float]]:
         status, lines, err = run("eval", *flags, "--text", text, "--window", tiny.SEQ_LEN, "--json")

@@ -21,7 +21,7 @@ SLOTS = 96
 AHEAD = 160  # requests under way or waiting at once
 SAMPLE = 50
 KEPT = 100
-FEW = 400  # requests
+FEW = 200  # requests
 
 Prompt = str | tuple[int, ...]
 
