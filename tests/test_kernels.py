@@ -364,6 +364,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
 from ladder.kernels.quantized.gemv import quantized_gemv
+from ladder.kernels.small_gemm import _small_gemm
+
+def built(kernel, fixed, kinds):
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
+    return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
+                   options={"num_warps": 4, "launch_pdl": True}).asm
 
 def groups(plus, kind):
     kernel = _gemv if kind == "bf16" else quantized_gemv
@@ -379,26 +387,33 @@ def groups(plus, kind):
         fixed |= {"ZEROS": False, "ASM": True, "WHOLE": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
     kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32", "weight": "*" + kind}
-    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
-    built = compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
-                    options={"num_warps": 4, "launch_pdl": True})
-    text = built.asm["ptx"]
+    made = built(kernel, fixed, kinds)
+    text = made["ptx"]
     assert "griddepcontrol.wait" in text and ("dp4a" in text) == (kind == "i32")
     if kind == "i32":  # a thread has whole chunks, and those of a warp's threads follow each other
-        assert "sizePerThread = [1, 1, 1, 4], threadsPerWarp = [32, 1, 1, 1]" in built.asm["ttgir"]
+        assert "sizePerThread = [1, 1, 1, 4], threadsPerWarp = [32, 1, 1, 1]" in made["ttgir"]
     return len(re.findall("cp.async.commit_group", text))
 
 for kind in ("bf16", "fp8e4nv", "i32"):
     without, with_plus = groups(0, kind), groups(1, kind)
     assert without == with_plus > 1, (kind, without, with_plus)
+
+for bits, group, floating in ((4, 128, False), (8, 0, True)):
+    fixed = {"K": 1024, "MB": 16, "BN": 64, "BK": 128, "EARLY": 0, "SPLITS": 1, "PAIR": False, "ACT": 0, "BIAS": False}
+    fixed |= {"PLUS": False, "ALPHA": False, "STAGES": 4, "IEEE": False, "PDL": True, "ZEROS": False, "ASM": True}
+    kinds = {"weight": "*i32", "zeros": "*u8", "M": "i32", "N": "i32", "GROUPS": "i32", "scale": "fp32"}
+    kinds |= {"alpha": "fp32"}
+    text = built(_small_gemm, {**fixed, "BITS": bits, "GROUP": group, "FLOAT": floating}, kinds)["ptx"]
+    # numbers are made from words by the threads that multiply them
+    assert "mma" in text and "cp.async" in text and "st.shared" not in text, bits
 """
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="Triton brings no compiler here")
-def test_what_others_write_is_not_read_before_the_wait() -> None:
-    """Compiled for a GPU: `plus` takes no part in the pipeline of the weight, whose loads are made before the wait."""
+def test_compiled_for_a_gpu() -> None:
+    """`plus`, which others write, takes no part in the pipeline of the weight, whose loads are made before the wait;
+    and codes do not change threads.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

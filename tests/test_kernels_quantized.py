@@ -3,6 +3,8 @@
 import inspect
 import re
 from dataclasses import replace
+from itertools import product
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from ladder.jit import PRESENT
 from ladder.kernels.gemv import gemv, projected
 from ladder.kernels.launch import Kernels, References
 from ladder.kernels.norm import add_norm_reference
-from ladder.kernels.quantized import integers
+from ladder.kernels.quantized import integers, operand
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
@@ -187,8 +189,8 @@ def test_a_row_of_zeros() -> None:
     assert one_row(weight, torch.zeros(1, 256, device=DEVICE)).abs().max() == 0
 
 
-def executed(instructions: str, registers: dict[str, int]) -> int:
-    """What $0 is afterwards: enough of PTX for `chunk_sums`."""
+def executed(instructions: str, registers: dict[str, int]) -> dict[str, int]:
+    """The registers afterwards: enough of PTX for our kernels."""
 
     def value(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
@@ -196,36 +198,55 @@ def executed(instructions: str, registers: dict[str, int]) -> int:
     def signed(word: int, byte: int) -> int:
         return ((word >> 8 * byte & 255) ^ 128) - 128
 
+    def halves(word: int) -> Tensor:
+        return torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.uint16).view(torch.bfloat16).double()
+
     for line in filter(None, map(str.strip, instructions.split(";"))):
         if line.startswith("."):
             continue
         operation, operands = line.split(maxsplit=1)
-        to, *names = (name.strip() for name in operands.split(","))
+        to, *names = (name.strip() for name in re.split(r",(?![^{]*})", operands))
         of = [value(name) for name in names]
         match operation:
             case "mov.b32":
                 found = of[0]
             case "and.b32":
                 found = of[0] & of[1]
+            case "or.b32":
+                found = of[0] | of[1]
             case "shr.b32":
                 found = of[0] >> of[1]
             case "shl.b32":
                 found = of[0] << of[1]
             case "add.s32":
                 found = of[0] + of[1]
+            case "prmt.b32":
+                both = of[0] | of[1] << 32
+                found = sum((both >> 8 * (of[2] >> 4 * byte & 7) & 255) << 8 * byte for byte in range(4))
+            case "fma.rn.bf16x2":
+                one, other, more = map(halves, of)
+                low, high = (one * other + more).bfloat16().view(torch.uint16).tolist()
+                found = low | high << 16
             case "dp4a.s32.s32":
                 found = sum(signed(of[0], byte) * signed(of[1], byte) for byte in range(4)) + of[2]
             case _:
                 raise NotImplementedError(operation)
-        registers[to] = found & 0xFFFFFFFF
-    return (registers["$0"] ^ 0x80000000) - 0x80000000
+        if to.startswith("{"):  # a pair of registers of 16 bits
+            one_half, other_half = to.strip("{}").split(",")
+            registers[one_half.strip()], registers[other_half.strip()] = found & 0xFFFF, found >> 16
+        else:
+            registers[to] = found & 0xFFFFFFFF
+    return registers
+
+
+def instructions_of(module: ModuleType) -> list[str]:
+    return re.findall(r'"""{(.*?) }"""', inspect.getsource(module), re.DOTALL)
 
 
 @pytest.mark.parametrize("bits", (4, 8))
 def test_the_instructions_for_a_chunk_add_up(bits: int) -> None:
     """They are given the four words of codes, then those of the first digits, the second, the high halves' first..."""
-    both = re.findall(r'"""{(.*?)}"""', inspect.getsource(integers), re.DOTALL)
-    instructions = both[0 if bits == 4 else 1]
+    instructions = instructions_of(integers)[0 if bits == 4 else 1]
     draw = torch.Generator().manual_seed(bits)
     for _ in range(20):
         codes = torch.randint(0, 256, (16,), generator=draw)
@@ -234,9 +255,29 @@ def test_the_instructions_for_a_chunk_add_up(bits: int) -> None:
         digits = torch.cat([each.view(-1, 16) for each in (low, numbers - low >> 8)], dim=1).view(-1, 2, 16)
         given = torch.cat((codes[None], digits.flatten(0, 1) & 255)).view(-1, 4, 4)
         words = (given << 8 * torch.arange(4)).sum(-1).flatten().tolist()
-        found = executed(instructions, {f"${4 + n}": word for n, word in enumerate(words)})
+        registers = executed(instructions, {f"${4 + n}": word for n, word in enumerate(words)})
+        found = (registers["$0"] ^ 0x80000000) - 0x80000000
         halves = torch.stack((codes & 15, codes >> 4)) if bits == 4 else ((codes ^ 128) - 128)[None]
         assert found == int((halves.flatten() * (low + 256 * digits[:, 1].flatten())).sum())
+
+
+@pytest.mark.parametrize("kind", ("int4", "fp8", "int8"))
+def test_the_instructions_for_an_operand(kind: str) -> None:
+    """Every code, in every byte of a word; of 4 bits with every zero."""
+    instructions = instructions_of(operand)[("int4", "fp8", "int8").index(kind)]
+    bits = 4 if kind == "int4" else 8
+    for code, zero in product(range(256), range(16) if bits == 4 else (0,)):
+        word = code | (code ^ 255) << 8 | (code ^ 90) << 16 | (code ^ 165) << 24
+        given = {"$8": word, "$9": zero * 0x10001 - 0x3CFF3D00 & 0xFFFFFFFF} if bits == 4 else {"$4": word}
+        registers = executed(instructions, given)
+        found = torch.tensor([registers[f"${n}"] for n in range(32 // bits)], dtype=torch.uint16).view(torch.bfloat16)
+        stored = torch.tensor([word >> 8 * byte & 255 for byte in range(4)], dtype=torch.uint8)
+        if kind == "int4":
+            expected = torch.cat((stored & 15, stored >> 4)).double() - zero
+        else:
+            expected = stored.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).double()
+        finite = expected.isfinite()
+        assert torch.equal(found.double()[finite], expected[finite]), (code, zero)
 
 
 @formats
@@ -268,6 +309,23 @@ def test_dequantize(storage: Storage, dtype: torch.dtype) -> None:
     with poisoned():
         found = dequantize(packed, dtype)
     assert torch.equal(found, weight.dequantized())
+
+
+@pytest.mark.parametrize("group", (0, 128))
+def test_chips_that_do_not_convert_fp8(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    """They are given its bits."""
+    monkeypatch.setattr("ladder.kernels.quantized.codes.converts_fp8", lambda device: False)
+    draw = Draw(3, torch.float32)
+    weight = some_quantized(draw, Storage("fp8", "fp8" if group else "compressed", group, group or 1), 128, 256)
+    weight.bias, packed = None, weight.packed
+    assert packed is not None and torch.equal(dequantize(packed, torch.float32), weight.dequantized())
+    x, dense = draw(1, 256), exactly(weight).weight.data
+    out = torch.full((1, 128), float("nan"), device=DEVICE)
+    gemv(Source(x), None, packed, None, None, False, None, 1, 1.0, out, Gemv(2, 4, 256, 2), PDL)
+    assert_close(out, x.double() @ dense.mT, torch.float32)
+    x, out = draw(3, 256), torch.full((1, 3, 128), float("nan"), device=DEVICE)
+    small_gemm(x, packed, None, None, False, None, 1, 1.0, out, SmallGemm(32, 64, 1, 2, 4, 0), PDL)
+    assert_close(out[0], x.double() @ dense.mT, torch.float32)
 
 
 def test_codes_that_kernels_do_not_read() -> None:

@@ -5,50 +5,56 @@ from torch import Tensor
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
-from ladder.kernels.quantized.codes import code_arguments, eight_bits, four_bits, zero_points
+from ladder.kernels.quantized.codes import code_arguments
+from ladder.kernels.quantized.operand import input_places, operand
 from ladder.kernels.table import SmallGemm
 from ladder.layers.weight import Packed
 
 
 @triton.jit
-def _times_codes(y, codes, lines, scales, zeros, own, first, here, live, DEPTH: tl.constexpr, BK: tl.constexpr,
+def _zeros_of(zeros, group, live, ZEROS: tl.constexpr):
+    """The zeros of codes of 4 bits: 8 where rows have none of their own."""
+    if ZEROS:
+        return tl.load(zeros + group, mask=live, other=0).to(tl.int32)
+    else:
+        return tl.where(live, 8, 8)
+
+
+@triton.jit
+def _times_codes(y, words, lines, scales, zeros, own, first, here, live, DEPTH: tl.constexpr, BK: tl.constexpr,
                  STAGES: tl.constexpr, IEEE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                 ZEROS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Rows of codes, whose scales begin at `own`, times the inputs from `first` on; a tile is of one group."""
+                 ZEROS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Rows of words of codes, whose scales begin at `own`, times the inputs from `first` on; a tile is of one group,
+    whose scales and zeros are asked for a tile ahead.
+    """
     kind: tl.constexpr = lines.dtype.element_ty
-    packed: tl.constexpr = 8 // BITS  # codes in a stored number
-    stored = tl.arange(0, BK // packed)
-    x_sums = tl.zeros([y.shape[1]], tl.float32)
-    for at in tl.range(0, DEPTH // packed, BK // packed, num_stages=STAGES):
-        column = at + stored
-        inside = column < DEPTH // packed
-        code = tl.load(codes + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        some = y
-        if GROUP > 0:
-            some = tl.zeros(y.shape, tl.float32)
-        if BITS == 4:
-            at_low = (column // RUN * (2 * RUN) + column % RUN)[:, None]
-            low = tl.load(lines + at_low, mask=inside[:, None] & live, other=0.0)
-            high = tl.load(lines + at_low + RUN, mask=inside[:, None] & live, other=0.0)
-            code_low, code_high = four_bits(code, kind, ASM)
-            some = product(code_high, high, product(code_low, low, some, IEEE), IEEE)
-            sums = tl.sum(low.to(tl.float32), axis=0) + tl.sum(high.to(tl.float32), axis=0)
+    per: tl.constexpr = 32 // BITS  # codes in a word
+    word = tl.arange(0, BK // per)[None, :]
+    k = input_places(tl.arange(0, BK))[:, None]
+    group = own
+    if GROUP > 0:
+        group += first // GROUP
+    scale = tl.load(scales + group, mask=here, other=0.0)
+    zero = _zeros_of(zeros, group, here, ZEROS)
+    for at in tl.range(0, DEPTH, BK, num_stages=STAGES):
+        if DEPTH % BK == 0:
+            code = tl.load(words + (at // per + word), mask=here[:, None], other=0)
+            xs = tl.load(lines + (at + k), mask=live, other=0.0)
         else:
-            xs = tl.load(lines + column[:, None], mask=inside[:, None] & live, other=0.0)
-            some = product(eight_bits(code, kind, ASM), xs, some, IEEE)
+            code = tl.load(words + (at // per + word), mask=here[:, None] & (at // per + word < DEPTH // per), other=0)
+            xs = tl.load(lines + (at + k), mask=(at + k < DEPTH) & live, other=0.0)
         if GROUP > 0:
-            group = own + (first + at * packed) // GROUP
-            if BITS == 4:
-                some -= zero_points(zeros, group, here, ZEROS)[:, None] * sums[None, :]
-            y += some * tl.load(scales + group, mask=here, other=0.0).to(tl.float32)[:, None]
+            group = own + (first + at + BK) // GROUP
+            there = here & (at + BK < DEPTH)
+            next_scale = tl.load(scales + group, mask=there, other=0.0)
+            next_zero = _zeros_of(zeros, group, there, ZEROS)
+            some = product(operand(code, zero, BITS, FLOAT, ASM, kind), xs, tl.zeros(y.shape, tl.float32), IEEE)
+            y += some * scale.to(tl.float32)[:, None]
+            scale, zero = next_scale, next_zero
         else:
-            y = some
-            if BITS == 4:
-                x_sums += sums
+            y = product(operand(code, zero, BITS, FLOAT, ASM, kind), xs, y, IEEE)
     if GROUP == 0:
-        if BITS == 4:
-            y -= zero_points(zeros, own, here, ZEROS)[:, None] * x_sums[None, :]
-        y = y * tl.load(scales + own, mask=here, other=0.0).to(tl.float32)[:, None]
+        y = y * scale.to(tl.float32)[:, None]
     return y
 
 
@@ -57,7 +63,7 @@ def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, G
             MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr,
             PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
             STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-            ZEROS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+            ZEROS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
     j = tl.arange(0, BN)
@@ -74,11 +80,11 @@ def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, G
     if BITS < 16:
         wait_for_others(PDL)
         let_others_start(PDL)
-        codes = weight + line.to(tl.int64)[:, None] * (K * BITS // 8) + split * (depth * BITS // 8)
+        words = weight + line.to(tl.int64)[:, None] * (K * BITS // 32) + split * (depth * BITS // 32)
         own = line.to(tl.int64) * GROUPS
         y = _times_codes(
-            y, codes, lines, scales, zeros, own, split * depth, r < N, live, depth, BK, STAGES, IEEE, BITS, GROUP,
-            ZEROS, RUN, ASM,
+            y, words, lines, scales, zeros, own, split * depth, r < N, live, depth, BK, STAGES, IEEE, BITS, GROUP,
+            ZEROS, FLOAT, ASM,
         )  # fmt: skip
     else:
         rows = weight + line.to(tl.int64)[:, None] * K + split * depth
@@ -135,6 +141,8 @@ def small_gemm(
     matrix, scales, zeros, groups, form = code_arguments(weight)
     outputs = matrix.shape[0] // (1 + pair)
     depth = min(config.depth, form["GROUP"] or config.depth)  # of a tile: of one group
+    if isinstance(weight, Packed):
+        matrix = matrix.view(torch.int32)
     assert out.shape[0] == config.splits and (config.splits == 1 or (activation is None and plus is None))
     _small_gemm[(-(-matrix.shape[0] // config.rows), config.splits)](
         x, matrix, scales, zeros, bias, plus, out, 1 / divisor, alpha, rows, outputs, groups,

@@ -9,7 +9,7 @@ import torch
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import activated, gathered, let_others_start, normalized, normalized_halves, wait_for_all
-from ladder.kernels.quantized.codes import CHUNK
+from ladder.kernels.quantized.codes import CHUNK, eight_bits
 from ladder.kernels.quantized.integers import INPUTS, chunk_products, digits, row_digits, row_steps
 from ladder.kernels.table import Gemv
 from ladder.layers.weight import Packed
@@ -50,7 +50,7 @@ def _partial(codes, x, digits, step, total, scale, zero, BITS: tl.constexpr, SHA
              DIGITS: tl.constexpr, ASM: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """Rows of codes times x, as far as each thread has them, [LANES, rows]."""
     if DIGITS == 0:
-        found = tl.sum(codes.to(tl.float32) * x[:, None, :, :], axis=3)
+        found = tl.sum(eight_bits(codes, True, ASM) * x[:, None, :, :], axis=3)
     else:
         found = chunk_products(codes, digits, BITS, DIGITS, ASM, WHOLE)
         if BITS == 4:
