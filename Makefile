@@ -36,6 +36,9 @@ browser:
 	  || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium) >/dev/null 2>&1 || true
 	@command -v chromium >/dev/null || echo "no Chromium here: the report's page is not tested in a browser"
 
+# hundreds of processes import torch here: each would compile it anew
+unexport PYTHONDONTWRITEBYTECODE
+
 test: $(READY) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
