@@ -1,5 +1,6 @@
 """What all tests share: one thread per rank, one server for processes, one world of emulated ranks per degree."""
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,12 @@ HEAVY = ("ladder.train.distill", "ladder.train.scratch", "peft", "tests.training
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell that starts us with & has Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays there: nothing looks through it for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

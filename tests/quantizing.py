@@ -39,9 +39,12 @@ def spread(shared: Tensor, rows: int, columns: int, storage: Storage) -> Tensor:
 def regions(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     """The least and the largest weight of those that share a scale, [units of outputs, groups]."""
     rows, columns = storage.rows or len(weight), storage.group or weight.shape[1]
-    blocks = [[each.amin(), each.amax()] for part in weight.split(rows) for each in part.split(columns, dim=1)]
-    found = torch.tensor(blocks).view(-(-len(weight) // rows), -1, 2)
-    return found[..., 0].clamp(max=0), found[..., 1].clamp(min=0)
+    parts = [part.aminmax(dim=1) for part in weight.split(columns, dim=1)]
+    low, high = torch.stack([part.min for part in parts], 1), torch.stack([part.max for part in parts], 1)
+    if rows > 1:
+        low = torch.stack([part.amin(0) for part in low.split(rows)])
+        high = torch.stack([part.amax(0) for part in high.split(rows)])
+    return low.clamp(max=0), high.clamp(min=0)
 
 
 def pack_eights(weight: Tensor, storage: Storage) -> Tensors:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ladder.comm.base import Pending
 from ladder.lanes import Order
 
 Clock = list[int]
+expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # of a weak reference
 
 
 class Race(AssertionError):
@@ -69,6 +69,15 @@ class WatchedLanes(Order):
         self.waits[what].append(before != after)
 
 
+def tensors(given: Any) -> Iterator[Tensor]:
+    """Of an operation's arguments or results."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list, dict)):
+        for each in given.values() if isinstance(given, dict) else given:
+            yield from tensors(each)
+
+
 class RaceDetector(TorchDispatchMode):
     """Raises `Race` where an operation reads what another lane may not have written yet, writes what another lane may
     still read, or where memory returns to its lane while another lane may still read it.
@@ -83,11 +92,11 @@ class RaceDetector(TorchDispatchMode):
         self.look_for_freed()
         clock = self.lanes.clocks[self.lanes.running]
         clock[self.lanes.running] += 1
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = list(tensors((args, kwargs)))
         for x in inputs:
             self.reads(x)
         result = func(*args, **(kwargs or {}))
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        outputs = list(tensors(result))
         mutable = {n for n, argument in enumerate(func._schema.arguments) if argument.is_write}
         for x in (*outputs, *(args[n] for n in mutable if n < len(args) and isinstance(args[n], Tensor))):
             shared = any(x.untyped_storage()._cdata == y.untyped_storage()._cdata for y in inputs)
@@ -121,7 +130,7 @@ class RaceDetector(TorchDispatchMode):
 
     def look_for_freed(self) -> None:
         for key, memory in list(self.known.items()):
-            if memory.alive.expired():
+            if expired(memory.alive.cdata):
                 del self.known[key]
                 owner = self.lanes.clocks[memory.lane]
                 for reader, time in memory.read.items():

@@ -145,7 +145,7 @@ def test_when_the_library_has_a_kernel(
 @pytest.mark.parametrize("cache", (torch.float32, FP8), ids=("float32", "fp8"))
 def test_a_pass_of_several_prompts(cache: torch.dtype) -> None:
     """Two prompts and a row that is decoded, then the rest of one: as by the references."""
-    config = replace(ModelConfig.named("tiny").rewired("ladder"), context=CAPACITY)
+    config = replace(ModelConfig.named("tiny").first(2).rewired("ladder"), context=CAPACITY)
     model = load(Decoder(config, device=DEVICE), Random(5, 0.15))
     found = []
     for each in (References(), Kernels(Table("a chip"), False)):

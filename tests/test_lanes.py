@@ -50,14 +50,14 @@ def check(config: ModelConfig, weights: dict[str, Tensor], size: int, batch: int
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("size, batch", ((1, 1), (2, 1), (2, 3)))
+@pytest.mark.parametrize("size, batch", ((1, 1), (2, 3)))
 @pytest.mark.parametrize("wiring", PATTERNS)
 def test_the_same_bits_and_no_race(wiring: str, size: int, batch: int) -> None:
     config = tiny(4).rewired(wiring)
     check(config, draw(config), size, batch)
 
 
-@pytest.mark.parametrize("wiring, size", (("ladder", 2), ("ladder-2", 1), ("parallel-1", 1), ("desync-2x-1", 2)))
+@pytest.mark.parametrize("wiring, size", (("ladder", 2), ("parallel-1", 1)))
 @pytest.mark.parametrize("name", test_parity_families.FAMILIES)
 def test_every_family(name: str, wiring: str, size: int) -> None:
     config, weights, _ = test_parity_families.model(name)

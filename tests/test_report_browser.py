@@ -60,7 +60,7 @@ def settled(page: Any) -> None:
     pytest.fail("a chart is not drawn")
 
 
-@BOTH
+@pytest.mark.parametrize("page", [(400, "dark")], indirect=True)
 def test_every_button_draws(page: Any) -> None:
     for figure in ("throughput", "frontier", "latency", "weights", "timeline"):
         keys = page.eval_on_selector_all(f"#{figure} .choice button", "all => all.map(one => one.dataset.key)")
