@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell that starts us 
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays there: nothing looks through it for garbage again and again."""
+    """What was imported stays until the end: each full garbage collection would look through all of it in vain."""
     gc.collect()
     gc.freeze()
 

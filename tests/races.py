@@ -16,7 +16,7 @@ from ladder.comm.base import Pending
 from ladder.lanes import Order
 
 Clock = list[int]
-expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # of a weak reference
+expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # a StorageWeakRef's cdata
 
 
 class Race(AssertionError):
@@ -70,7 +70,7 @@ class WatchedLanes(Order):
 
 
 def tensors(given: Any) -> Iterator[Tensor]:
-    """Of an operation's arguments or results."""
+    """The tensors among an operation's arguments or results."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, (tuple, list, dict)):

@@ -26,7 +26,6 @@ FIELDS = ("size", "chip", "tp", "link", "batch", "prompt", "weights")
 KEYS = ("speedup", "tpot_ms", "tokens_per_s", "tokens_per_s_gpu", "exposed_ms", "hidden")
 LINKS = ("nvlink_nccl", "nvlink_oneshot", "pcie_shm_tp2", "pcie_shm_tp8", "ib_2node_nccl")
 OFFER = Offer.of_a_server().with_(link=LINKS, tp=(8, 1, 2, 16), batch=(1, 16))
-NARROW = pytest.mark.parametrize("opened", [(400, "dark")], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_twenty_settings_are_those_of_plan(opened: Any, run: Callable[..., tuple
     assert refused < 15
 
 
-@NARROW
+@pytest.mark.parametrize("opened", [(400, "dark")], indirect=True)
 def test_every_control(opened: Any) -> None:
     for name in FIELDS:
         for value in entries(opened, name)[:3]:

@@ -116,7 +116,7 @@ def test_kernels_of_families(family: str) -> None:
     check(tiny(1, **rest).rewired("ladder"), 1, InTurns, 1, steps=1)
 
 
-@pytest.mark.parametrize("wiring", ("ladder", "parallel-1", "desync-2x-1"))
+@pytest.mark.parametrize("wiring", ("ladder", "parallel", "parallel-1", "desync-2x", "desync-2x-1"))
 @pytest.mark.parametrize("name", test_parity_families.FAMILIES)
 def test_backends_of_every_family(worlds: dict[int, World], name: str, wiring: str) -> None:
     """Norms behind sub-blocks and over all heads, caps, learned positions, experts: prefill and decode at TP 2."""

@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_tokens_at_every_degree(directory: Path, wiring: str) -> None:
     params = SamplingParams(max_new_tokens=8)
     answers = []
-    for tp in (1, 2, 8):
+    for tp in (1, 2, 4, 8):
         with threaded(directory, wiring=wiring, tp=tp) as llm:
             answers.append([result.token_ids for result in llm.generate(PROMPTS, params)])
     assert all(answer == answers[0] for answer in answers)

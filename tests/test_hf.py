@@ -83,10 +83,10 @@ def test_generate_with_and_without_cache(name: str) -> None:
             found.append(model.generate(**inputs, max_new_tokens=8, use_cache=use_cache, pad_token_id=0, **way))
         assert torch.equal(*found), way
         assert found[0].shape == (3, 17)
-    company = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    for row, missing in enumerate((0, 3, 6)):  # and it does not matter
+    batch = model.generate(**inputs, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    for row, missing in enumerate((0, 3, 6)):  # padding and the other sequences change no token
         alone = model.generate(inputs["input_ids"][row : row + 1, missing:], max_new_tokens=8, do_sample=False)
-        assert torch.equal(alone[0, -8:], company[row, -8:])
+        assert torch.equal(alone[0, -8:], batch[row, -8:])
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

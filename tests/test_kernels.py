@@ -403,7 +403,7 @@ for bits, group, floating in ((4, 128, False), (8, 0, True)):
     fixed |= {"PLUS": False, "ALPHA": False, "STAGES": 4, "IEEE": False, "PDL": True, "ZEROS": False, "ASM": True}
     kinds = {"weight": "*i32", "zeros": "*u8", "M": "i32", "N": "i32", "GROUPS": "i32", "scale": "fp32"}
     kinds |= {"alpha": "fp32"}
-    text = built(_small_gemm, {**fixed, "BITS": bits, "GROUP": group, "FLOAT": floating}, kinds)["ptx"]
+    text = built(_small_gemm, {**fixed, "BITS": bits, "GROUP": group, "FP8": floating}, kinds)["ptx"]
     # numbers are made from words by the threads that multiply them
     assert "mma" in text and "cp.async" in text and "st.shared" not in text, bits
 """

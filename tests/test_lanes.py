@@ -57,7 +57,7 @@ def test_the_same_bits_and_no_race(wiring: str, size: int, batch: int) -> None:
     check(config, draw(config), size, batch)
 
 
-@pytest.mark.parametrize("wiring, size", (("ladder", 2), ("parallel-1", 1)))
+@pytest.mark.parametrize("wiring, size", (("ladder", 2), ("ladder-2", 1), ("parallel-1", 1), ("desync-2x-1", 2)))
 @pytest.mark.parametrize("name", test_parity_families.FAMILIES)
 def test_every_family(name: str, wiring: str, size: int) -> None:
     config, weights, _ = test_parity_families.model(name)

@@ -43,15 +43,11 @@ from tests.test_kernels import DEVICE, assert_close
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
 
 
-def tokens(comm: Comm, launch: Launch | None, wiring: str) -> dict[int, list[int | None]]:
-    """What each of the prompts is answered with, greedily and drawn; three slots, so that some wait, and a cache that
-    grows.
-    """
-    ways = [SamplingParams(16, temperature, seed=4) for temperature in (0.0, 0.8)]
+def tokens(comm: Comm, launch: Launch | None, params: SamplingParams, wiring: str) -> dict[int, list[int | None]]:
+    """What each of the prompts is answered with; three slots, so that some wait, and a cache that grows."""
     config = ModelConfig.named("tiny").rewired(wiring)
     runner = ModelRunner(load(Decoder(config, comm), Random(5, 0.15)), slots=3, chunk=64, launch=launch)
-    specs = (SequenceSpec(id, tuple(prompt), 16, ways[id % 2]) for id, prompt in enumerate(PROMPTS * 2))
-    runner.apply(map(AddSequence, specs))
+    runner.apply(AddSequence(SequenceSpec(id, tuple(prompt), 16, params)) for id, prompt in enumerate(PROMPTS * 2))
     found: dict[int, list[int | None]] = {}
     while runner.busy:
         for token in runner.step():
@@ -61,10 +57,12 @@ def tokens(comm: Comm, launch: Launch | None, wiring: str) -> dict[int, list[int
 
 @pytest.mark.parametrize("size", (1, 2))
 @pytest.mark.parametrize("wiring", ("ladder", "standard:2 ladder-1-2:2", "desync-2x"))
-def test_same_tokens(wiring: str, size: int) -> None:
+@pytest.mark.parametrize("temperature", (0.0, 0.8))
+def test_same_tokens(wiring: str, temperature: float, size: int) -> None:
+    params = SamplingParams(16, temperature, seed=4)
     with World(size) as world:
-        plain = world.run(lambda comm: tokens(comm, None, wiring))
-        by_references = world.run(lambda comm: tokens(comm, References(), wiring))
+        plain = world.run(lambda comm: tokens(comm, None, params, wiring))
+        by_references = world.run(lambda comm: tokens(comm, References(), params, wiring))
     assert plain == by_references and len(plain[0]) == 2 * len(PROMPTS)
 
 

@@ -431,8 +431,9 @@ def test_activations_and_caches_are_left_out(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if each.storage.layout == "compressed"])
-def test_what_compressed_tensors_writes(tmp_path: Path, worlds: dict[int, World], name: str) -> None:
+def test_what_compressed_tensors_writes(tmp_path: Path, worlds: dict[int, World], name: str, ranks: int) -> None:
     """Its own quantizer, compressor and decompressor on a model's matrices."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -456,7 +457,7 @@ def test_what_compressed_tensors_writes(tmp_path: Path, worlds: dict[int, World]
             dense[key] = compressor.decompress(state, scheme)["weight"]
             assert 0 < apart(dense[key], weight) < 0.35
     write(tmp_path, CONFIG, stored, json.loads(settings.model_dump_json()))
-    source = checked(tmp_path, 2)
+    source = checked(tmp_path, ranks)
 
     def answers(comm: Comm) -> Tensors:
         model, found = load(Decoder(source.config, comm), source), {}
@@ -465,8 +466,8 @@ def test_what_compressed_tensors_writes(tmp_path: Path, worlds: dict[int, World]
             found[wiring] = joined(model, model(TOKENS))
         return found
 
-    found = worlds[2].run(answers)[0]
-    expected = worlds[2].run(lambda comm: logits(CONFIG, dense, comm))[0]
+    found = worlds[ranks].run(answers)[0]
+    expected = worlds[ranks].run(lambda comm: logits(CONFIG, dense, comm))[0]
     for wiring in WIRINGS:
         assert apart(found[wiring], expected[wiring]) < NEAR, wiring
 

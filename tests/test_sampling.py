@@ -87,13 +87,13 @@ def drawn(f: Any, logits: Tensor, kinds: list[tuple[float, ...]], seed: int = 0)
 
 
 @triton_only
-@pytest.mark.parametrize("first", range(4 if GPU else 2))
+@pytest.mark.parametrize("shift", range(4 if GPU else 2))
 @pytest.mark.parametrize("copies", (1, 7) if GPU else (1,))
-def test_the_kernel_draws_what_the_reference_draws(first: int, copies: int) -> None:
+def test_the_kernel_draws_what_the_reference_draws(shift: int, copies: int) -> None:
     """Flat and peaked logits; a batch that gives each sequence many programs, and one that gives it few."""
     kinds, scales = KINDS * copies, torch.tensor([0.0, 0.02, 1.0, 6.0])
     logits = torch.randn(len(kinds), VOCAB + 8, generator=torch.Generator().manual_seed(1))
-    logits *= scales[(torch.arange(len(kinds)) + first) % 4, None]
+    logits *= scales[(torch.arange(len(kinds)) + shift) % 4, None]
     logits[:, VOCAB:] = 1e9  # not part of the vocabulary
     found, expected = (drawn(f, logits, kinds) for f in (sample, sample_reference))
     for one, other in zip(found, expected, strict=True):

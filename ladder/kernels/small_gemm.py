@@ -5,25 +5,16 @@ from torch import Tensor
 
 from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, activated, let_others_start, product, wait_for_others
-from ladder.kernels.quantized.codes import code_arguments
+from ladder.kernels.quantized.codes import code_arguments, zero_points
 from ladder.kernels.quantized.operand import input_places, operand
 from ladder.kernels.table import SmallGemm
 from ladder.layers.weight import Packed
 
 
 @triton.jit
-def _zeros_of(zeros, group, live, ZEROS: tl.constexpr):
-    """The zeros of codes of 4 bits: 8 where rows have none of their own."""
-    if ZEROS:
-        return tl.load(zeros + group, mask=live, other=0).to(tl.int32)
-    else:
-        return tl.where(live, 8, 8)
-
-
-@triton.jit
 def _times_codes(y, words, lines, scales, zeros, own, first, here, live, DEPTH: tl.constexpr, BK: tl.constexpr,
                  STAGES: tl.constexpr, IEEE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                 ZEROS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+                 ZEROS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """Rows of words of codes, whose scales begin at `own`, times the inputs from `first` on; a tile is of one group,
     whose scales and zeros are asked for a tile ahead.
     """
@@ -35,7 +26,7 @@ def _times_codes(y, words, lines, scales, zeros, own, first, here, live, DEPTH: 
     if GROUP > 0:
         group += first // GROUP
     scale = tl.load(scales + group, mask=here, other=0.0)
-    zero = _zeros_of(zeros, group, here, ZEROS)
+    zero = zero_points(zeros, group, here, ZEROS)
     for at in tl.range(0, DEPTH, BK, num_stages=STAGES):
         if DEPTH % BK == 0:
             code = tl.load(words + (at // per + word), mask=here[:, None], other=0)
@@ -47,12 +38,12 @@ def _times_codes(y, words, lines, scales, zeros, own, first, here, live, DEPTH: 
             group = own + (first + at + BK) // GROUP
             there = here & (at + BK < DEPTH)
             next_scale = tl.load(scales + group, mask=there, other=0.0)
-            next_zero = _zeros_of(zeros, group, there, ZEROS)
-            some = product(operand(code, zero, BITS, FLOAT, ASM, kind), xs, tl.zeros(y.shape, tl.float32), IEEE)
+            next_zero = zero_points(zeros, group, there, ZEROS)
+            some = product(operand(code, zero, BITS, FP8, ASM, kind), xs, tl.zeros(y.shape, tl.float32), IEEE)
             y += some * scale.to(tl.float32)[:, None]
             scale, zero = next_scale, next_zero
         else:
-            y = product(operand(code, zero, BITS, FLOAT, ASM, kind), xs, y, IEEE)
+            y = product(operand(code, zero, BITS, FP8, ASM, kind), xs, y, IEEE)
     if GROUP == 0:
         y = y * scale.to(tl.float32)[:, None]
     return y
@@ -63,7 +54,7 @@ def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, G
             MB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPLITS: tl.constexpr,
             PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
             STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-            ZEROS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+            ZEROS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
     j = tl.arange(0, BN)
@@ -84,7 +75,7 @@ def _small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha, M, N, G
         own = line.to(tl.int64) * GROUPS
         y = _times_codes(
             y, words, lines, scales, zeros, own, split * depth, r < N, live, depth, BK, STAGES, IEEE, BITS, GROUP,
-            ZEROS, FLOAT, ASM,
+            ZEROS, FP8, ASM,
         )  # fmt: skip
     else:
         rows = weight + line.to(tl.int64)[:, None] * K + split * depth

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ladder.jit import tl, triton
-from ladder.kernels.quantized.codes import code_arguments, eight_bits
+from ladder.kernels.quantized.codes import code_arguments, eight_bits, zero_points
 from ladder.layers.weight import RUN, Packed
 
 ROWS, COLUMNS = 4, 1024  # stored numbers of a tile
@@ -13,7 +13,7 @@ ROWS, COLUMNS = 4, 1024  # stored numbers of a tile
 @triton.jit
 def _four_bits(pair, ASM: tl.constexpr):
     """The codes of 4 bits in the low and in the high halves of bytes, 0 to 15, as numbers of float32."""
-    if ASM:  # the lowest byte of 2^23, which counts ones there: conversions of integers are slow
+    if ASM:  # as the lowest byte of 2^23, see `eight_bits`
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 t, u; and.b32 t, $8, 0x0F0F0F0F; shr.b32 u, $8, 4; and.b32 u, u, 0x0F0F0F0F;
             prmt.b32 $0, t, 0x4B000000, 0x7650; prmt.b32 $1, t, 0x4B000000, 0x7651;
@@ -32,17 +32,8 @@ def _four_bits(pair, ASM: tl.constexpr):
 
 
 @triton.jit
-def _zero_points(zeros, at, live, ZEROS: tl.constexpr):
-    """The zeros of 4-bit codes, 8 where they have none of their own."""
-    if ZEROS:
-        return tl.load(zeros + at, mask=live, other=0).to(tl.float32)
-    else:
-        return tl.where(live, 8.0, 0.0)
-
-
-@triton.jit
 def _dequantize(codes, scales, zeros, out, N, WIDTH, GROUPS, BITS: tl.constexpr, GROUP: tl.constexpr,
-                ZEROS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
+                ZEROS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, RUN: tl.constexpr, BN: tl.constexpr,
                 BK: tl.constexpr):  # fmt: skip
     packed: tl.constexpr = 8 // BITS  # codes in a stored number
     stored: tl.constexpr = GROUP // packed if GROUP > 0 else BK  # numbers of a group
@@ -61,12 +52,12 @@ def _dequantize(codes, scales, zeros, out, N, WIDTH, GROUPS, BITS: tl.constexpr,
     at = out + r.to(tl.int64) * (WIDTH * packed)
     if BITS == 4:
         low, high = _four_bits(code, ASM)
-        zero = _zero_points(zeros, own, live, ZEROS)
+        zero = zero_points(zeros, own, live, ZEROS)
         first = at + cols // RUN * (2 * RUN) + cols % RUN
         tl.store(first, ((low - zero) * scale).to(out.dtype.element_ty), mask=here)
         tl.store(first + RUN, ((high - zero) * scale).to(out.dtype.element_ty), mask=here)
     else:
-        tl.store(at + cols, (eight_bits(code, FLOAT, ASM) * scale).to(out.dtype.element_ty), mask=here)
+        tl.store(at + cols, (eight_bits(code, FP8, ASM) * scale).to(out.dtype.element_ty), mask=here)
 
 
 def dequantize(weight: Packed, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Codes as an operand of a matrix product: they become numbers in the threads whose tensor cores want them.
+"""Codes as an operand of a matrix product: they become numbers in the threads that hand them to the tensor cores.
 
 A word holds four codes of 8 bits, or eight of 4. Of 16 inputs the four words lie with four neighbouring threads, and
 each of those gives a product of 16 inputs two pairs of numbers, eight inputs apart:
@@ -22,7 +22,7 @@ def input_places(k):
 @triton.jit
 def _four_bits(words, zero, ASM: tl.constexpr, KIND: tl.constexpr):
     """The numbers of words of 4 bits, [rows, inputs in the product's order], less their zeros, [rows, 1]."""
-    if ASM and tl.bfloat16 == KIND:  # the lowest byte of 128, less 128 and the zero
+    if ASM and tl.bfloat16 == KIND:  # 0x4300 | code is 128 + code; the fma subtracts 128 + zero
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             """{ .reg .b32 t, u, v; mov.b32 v, 0x3F803F80; and.b32 t, $8, 0x0F0F0F0F;
             prmt.b32 u, t, 0x43434343, 0x4140; fma.rn.bf16x2 u, u, v, $9; mov.b32 {$0, $1}, u;
@@ -50,9 +50,9 @@ def _four_bits(words, zero, ASM: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _eight_bits(words, FLOAT: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr):
-    """The numbers of words of 8 bits, fp8 where FLOAT says so, as above."""
-    if ASM and tl.bfloat16 == KIND and FLOAT:  # their bits in bfloat16's places, times 2^120
+def _eight_bits(words, FP8: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr):
+    """The numbers of words of 8 bits (of fp8, or integers), [rows, inputs in the product's order]."""
+    if ASM and tl.bfloat16 == KIND and FP8:  # as in `eight_bits`, in bfloat16's places
         a, b, c, d = tl.inline_asm_elementwise(
             """{ .reg .b32 t, u, v, w; mov.b32 v, 0x7B807B80; mov.b32 w, 0x80008000;
             prmt.b32 t, $4, 0, 0x1404; shr.b32 u, t, 4; and.b32 u, u, 0x07F007F0; and.b32 t, t, 0x80008000;
@@ -65,7 +65,9 @@ def _eight_bits(words, FLOAT: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexp
             is_pure=True,
             pack=1,
         )
-    elif ASM and tl.bfloat16 == KIND:  # 128 + the lower seven bits, less 128 or 256
+    elif (
+        ASM and tl.bfloat16 == KIND
+    ):  # 0x4300 | its lower seven bits is 128 + these; the fma subtracts 128 or, of negative ones, 256
         a, b, c, d = tl.inline_asm_elementwise(
             """{ .reg .b32 t, u, v; mov.b32 v, 0x3F803F80;
             prmt.b32 t, $4, 0x43434343, 0x4140; and.b32 u, t, 0xFF80FF80; or.b32 u, u, 0x80008000;
@@ -79,8 +81,8 @@ def _eight_bits(words, FLOAT: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexp
             pack=1,
         )
     else:
-        a, b = _byte(words, 0, FLOAT, ASM, KIND), _byte(words, 1, FLOAT, ASM, KIND)
-        c, d = _byte(words, 2, FLOAT, ASM, KIND), _byte(words, 3, FLOAT, ASM, KIND)
+        a, b = _byte(words, 0, FP8, ASM, KIND), _byte(words, 1, FP8, ASM, KIND)
+        c, d = _byte(words, 2, FP8, ASM, KIND), _byte(words, 3, FP8, ASM, KIND)
     rows: tl.constexpr = words.shape[0]
     count: tl.constexpr = words.shape[1]
     found = tl.join(tl.join(a, b), tl.join(c, d)).reshape(rows, count // 4, 4, 2, 2)
@@ -88,16 +90,16 @@ def _eight_bits(words, FLOAT: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def _byte(words, BYTE: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr):
-    return eight_bits((words >> (8 * BYTE)).to(tl.int8), FLOAT, ASM).to(KIND)
+def _byte(words, BYTE: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr):
+    return eight_bits((words >> (8 * BYTE)).to(tl.int8), FP8, ASM).to(KIND)
 
 
 @triton.jit
-def operand(words, zero, BITS: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr):
+def operand(words, zero, BITS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr, KIND: tl.constexpr):
     """Words of codes, [rows, words], as numbers, [rows, inputs in the product's order]. Codes of 4 bits have a zero,
     [rows].
     """
     if BITS == 4:
         return _four_bits(words, zero[:, None], ASM, KIND)
     else:
-        return _eight_bits(words, FLOAT, ASM, KIND)
+        return _eight_bits(words, FP8, ASM, KIND)
