@@ -376,9 +376,9 @@ def built(kernel, fixed, kinds):
 def groups(plus, kind):
     kernel = _gemv if kind == "bf16" else quantized_gemv
     fixed = {"K": 1024, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0}
-    fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "TP": 4, "STAGES": 4, "PDL": True}
+    fixed |= {"OFFSET": 0, "ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": plus, "STAGES": 4, "PDL": True}
     if kernel is _gemv:
-        fixed |= {"BK": 1024}
+        fixed |= {"BK": 1024, "TP": 4}
     elif kind == "i32":
         fixed |= {"BITS": 4, "WIDTH": 128, "DEEP": 1, "LANES": 32, "SHARE": 4, "STEP": 4, "DIGITS": 2}
     else:
@@ -391,7 +391,7 @@ def groups(plus, kind):
     text = made["ptx"]
     assert "griddepcontrol.wait" in text and ("dp4a" in text) == (kind == "i32")
     if kind == "i32":  # a thread has whole chunks, and those of a warp's threads follow each other
-        assert "sizePerThread = [1, 1, 1, 4], threadsPerWarp = [32, 1, 1, 1]" in made["ttgir"]
+        assert "sizePerThread = [1, 1, 1, 4], threadsPerWarp = [1, 1, 32, 1]" in made["ttgir"]
     return len(re.findall("cp.async.commit_group", text))
 
 for kind in ("bf16", "fp8e4nv", "i32"):

@@ -218,6 +218,8 @@ def executed(instructions: str, registers: dict[str, int]) -> dict[str, int]:
                 found = of[0] >> of[1]
             case "shl.b32":
                 found = of[0] << of[1]
+            case "xor.b32":
+                found = of[0] ^ of[1]
             case "add.s32":
                 found = of[0] + of[1]
             case "prmt.b32":
@@ -243,10 +245,23 @@ def instructions_of(module: ModuleType) -> list[str]:
     return re.findall(r'"""{(.*?) }"""', inspect.getsource(module), re.DOTALL)
 
 
+def test_the_instructions_for_two_digits() -> None:
+    """They are given four numbers of float32, whose lowest bits have the digits."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        numbers = torch.randint(-32639, 32640, (4,), generator=draw)
+        given = (numbers.float() + 12583040.0).view(torch.int32).tolist()
+        registers = executed(instructions_of(integers)[0], {f"${8 + n}": bits for n, bits in enumerate(given)})
+        digits = torch.tensor([registers["$0"], registers["$4"]])[:, None] >> 8 * torch.arange(4) & 255
+        low, high = (digits ^ 128) - 128
+        assert torch.equal(low + 256 * high, numbers)
+        assert not any(registers[f"${n}"] for n in (1, 2, 3, 5, 6, 7))
+
+
 @pytest.mark.parametrize("bits", (4, 8))
 def test_the_instructions_for_a_chunk_add_up(bits: int) -> None:
     """They are given the four words of codes, then those of the first digits, the second, the high halves' first..."""
-    instructions = instructions_of(integers)[0 if bits == 4 else 1]
+    instructions = instructions_of(integers)[1 if bits == 4 else 2]
     draw = torch.Generator().manual_seed(bits)
     for _ in range(20):
         codes = torch.randint(0, 256, (16,), generator=draw)

@@ -16,7 +16,7 @@ from ladder.kernels.norm import norm_arguments
 from ladder.kernels.quantized.codes import code_arguments
 from ladder.kernels.quantized.gemv import chunked, quantized_gemv
 from ladder.kernels.stream import Source
-from ladder.kernels.table import SHARED, Gemv
+from ladder.kernels.table import SHARED, WAVE, Gemv
 from ladder.layers.activation import activate
 from ladder.layers.norm import Norm
 from ladder.layers.weight import Packed, Weight
@@ -109,23 +109,25 @@ def gemv(
     common = {
         **source.modes(), **modes, **room, "K": source.base.shape[1], "BN": config.rows, "TILES": tiles, "PAIR": pair,
         "ACT": ACTIVATIONS[activation], "BIAS": bias is not None, "PLUS": plus is not None, "ALPHA": alpha != 1,
-        "TP": triton.next_power_of_2(tiles), "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps,
+        "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps,
         "launch_pdl": pdl,
     }  # fmt: skip
     grid, stream = (-(-rows // (tiles * config.rows)),), source.arguments(saved)
     if isinstance(weight, Packed):
         shape = chunked(weight, config, source.base.dtype, padded * matrix.element_size())
         numbers = matrix if shape["DIGITS"] == 0 else matrix.view(torch.int32)
-        # two programs of eight warps, or one of 16, have all registers of a multiprocessor
-        common["maxnreg"] = min(room.get("maxnreg", 255), max(128, 1024 // config.warps))
+        # of all registers of a multiprocessor its share
+        each = max(1, round(2 * config.programs / WAVE))
+        common["maxnreg"] = min(room.get("maxnreg", 255), max(64, 2048 // (config.warps * each)))
         quantized_gemv[grid](
             *stream, gain, norm_bias, numbers, scales, zeros, bias, plus, out, eps, 1 / divisor, alpha, rows, groups,
             WIDTH=numbers.shape[1], BITS=weight.bits, ZEROS=form["ZEROS"], ASM=form["ASM"], **shape, **common,
         )  # fmt: skip
     else:
         _gemv[grid](
-            *stream, gain, norm_bias, matrix, bias, plus, out, eps, 1 / divisor, alpha, rows, BK=padded, **common
-        )
+            *stream, gain, norm_bias, matrix, bias, plus, out, eps, 1 / divisor, alpha, rows, BK=padded,
+            TP=triton.next_power_of_2(tiles), **common,
+        )  # fmt: skip
     return saved
 
 

@@ -220,10 +220,9 @@ def rule(shape: Shape) -> Config:
     if shape.batch == 1:
         line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
         padded = power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair)
-        if shape.bits:  # few tiles, since each has its barriers; two, so that the second comes during the wait
-            warps = 8 if padded <= (1 + shape.pair) << 14 else 16
-            rows = max(1, min((1 << 15) // padded, power_up_to(shape.outputs // (2 * WAVE))))
-            stages = 4 if rows * padded <= 1 << 15 else 3
+        if shape.bits:  # two programs of 32 KB tiles, of which two are under way
+            warps, stages = 8, 3
+            rows = max(1, min((1 << 15) // padded, power_up_to(shape.outputs // WAVE)))
         else:
             warps = 8 if line >= 1 << 14 else 4
             rows = max(1, min(power_up_to((28 << 10) // line), power_up_to(shape.outputs // WAVE)))

@@ -14,7 +14,7 @@ from ladder.kernels.quantized.integers import INPUTS, chunk_products, digits, ro
 from ladder.kernels.table import Gemv
 from ladder.layers.weight import Packed
 
-DEEP = 4  # chunks of a row that a thread has, at most
+DEEP = 2  # chunks of a row that a thread has, at most
 
 
 @triton.jit
@@ -25,22 +25,39 @@ def _places(pid, tile, N, TILES: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _shared(numbers, r, here, chunk, GROUPS, SHARE: tl.constexpr):
-    """What inputs share: of rows, [1, rows], or where a row has several groups, of its chunks, [LANES, rows, DEEP]."""
-    if SHARE == 0:
-        return tl.load(numbers + r[None, :], mask=here[None, :], other=0.0)
-    else:
-        group = (chunk // SHARE)[:, None, :]
-        at = r.to(tl.int64)[None, :, None] * GROUPS + group
-        return tl.load(numbers + at, mask=here[None, :, None] & (group < GROUPS), other=0.0)
+def _codes(weight, pid, tile, first, N, WIDTH: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
+           DEEP: tl.constexpr, LANES: tl.constexpr, PER: tl.constexpr):  # fmt: skip
+    """A tile's stored numbers, [DEEP, rows, LANES, those of a chunk]; the rows begin at `first`.
+
+    They are asked for as a matrix, so that chunks which follow each other do so in shared memory, too: neighbouring
+    threads read neighbouring chunks, and no bank twice at once.
+    """
+    line = tl.arange(0, DEEP * BN)[:, None]
+    cols = line // BN * (LANES * PER) + tl.arange(0, LANES * PER)[None, :]
+    r = (pid * TILES + tile) * BN + line % BN
+    at = (first + r).to(tl.int64) * WIDTH + cols
+    found = tl.load(weight + at, mask=(r < N) & (cols < WIDTH), other=0.0)
+    return found.reshape(DEEP, BN, LANES, PER)
 
 
 @triton.jit
-def _scales_and_zeros(scales, zeros, r, here, chunk, GROUPS, SHARE: tl.constexpr, ZEROS: tl.constexpr):
+def _shared(numbers, r, here, GROUPS, DEEP: tl.constexpr, LANES: tl.constexpr, SHARE: tl.constexpr):
+    """What inputs share: of rows, [rows, 1], or where a row has several groups, of its chunks, [DEEP, rows, LANES]."""
+    if SHARE == 0:
+        return tl.load(numbers + r[:, None], mask=here[:, None], other=0.0)
+    else:  # threads take what comes first: they get those of their own chunks
+        group = (tl.arange(0, DEEP)[None, :] * LANES + tl.arange(0, LANES)[:, None])[:, None, :] // SHARE
+        at = r.to(tl.int64)[None, :, None] * GROUPS + group
+        return tl.load(numbers + at, mask=here[None, :, None] & (group < GROUPS), other=0.0).permute(2, 1, 0)
+
+
+@triton.jit
+def _scales_and_zeros(scales, zeros, r, here, GROUPS, DEEP: tl.constexpr, LANES: tl.constexpr, SHARE: tl.constexpr,
+                      ZEROS: tl.constexpr):  # fmt: skip
     """Zeros are 8 where rows have none of their own, which only codes of 4 bits ask for."""
-    scale = _shared(scales, r, here, chunk, GROUPS, SHARE)
+    scale = _shared(scales, r, here, GROUPS, DEEP, LANES, SHARE)
     if ZEROS:
-        return scale, _shared(zeros, r, here, chunk, GROUPS, SHARE)
+        return scale, _shared(zeros, r, here, GROUPS, DEEP, LANES, SHARE)
     else:
         return scale, tl.full([1, 1] if SHARE == 0 else [1, 1, 1], 8.0, tl.float32)
 
@@ -48,7 +65,7 @@ def _scales_and_zeros(scales, zeros, r, here, chunk, GROUPS, SHARE: tl.constexpr
 @triton.jit
 def _partial(codes, x, digits, step, total, scale, zero, BITS: tl.constexpr, SHARE: tl.constexpr,
              DIGITS: tl.constexpr, ASM: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Rows of codes times x, as far as each thread has them, [LANES, rows]."""
+    """Rows of codes times x, as far as each thread has them, [rows, LANES]."""
     if DIGITS == 0:
         found = tl.sum(eight_bits(codes, True, ASM) * x[:, None, :, :], axis=3)
     else:
@@ -56,13 +73,13 @@ def _partial(codes, x, digits, step, total, scale, zero, BITS: tl.constexpr, SHA
         if BITS == 4:
             zero = zero.to(tl.float32)
             if SHARE == 0:
-                zero = zero[:, :, None]
+                zero = zero[None, :, :]
             found -= zero * total[:, None, :]
         found = found * step[:, None, :]
     if SHARE == 0:
-        return tl.sum(found, axis=2) * scale.to(tl.float32)
+        return tl.sum(found, axis=0) * scale.to(tl.float32)
     else:
-        return tl.sum(found * scale.to(tl.float32), axis=2)
+        return tl.sum(found * scale.to(tl.float32), axis=0)
 
 
 @triton.jit
@@ -70,7 +87,7 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
                    zeros, bias, plus, out, eps, scale, alpha, N, GROUPS, K: tl.constexpr, WIDTH: tl.constexpr,
                    BN: tl.constexpr, TILES: tl.constexpr, SUMS: tl.constexpr, FLAGS: tl.constexpr,
                    DRIFTS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, PAIR: tl.constexpr,
-                   ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr, TP: tl.constexpr,
+                   ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
                    STAGES: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
                    ASM: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr,
                    SHARE: tl.constexpr, STEP: tl.constexpr, DIGITS: tl.constexpr):  # fmt: skip
@@ -78,45 +95,37 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
     per: tl.constexpr = 16 if DIGITS == 0 else 4  # stored numbers of a chunk
     inputs: tl.constexpr = 128 // BITS
     pid = tl.program_id(0)
-    chunk = tl.arange(0, LANES)[:, None] + tl.arange(0, DEEP)[None, :] * LANES
+    chunk = tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     at_x = chunk[:, :, None] * inputs + tl.arange(0, 16)[None, None, :]
     known = at_x < K
-    cols = (chunk[:, :, None] * per + tl.arange(0, per)[None, None, :])[:, None, :, :]
-    inside = cols < WIDTH
     if NORM:
         g = tl.load(gain + at_x, mask=known, other=0.0).to(tl.float32) + OFFSET
         if BITS == 4:
             g_high = tl.load(gain + at_x + 16, mask=known, other=0.0).to(tl.float32) + OFFSET
-    x = tl.zeros([LANES, DEEP, 16], tl.float32)
-    l0 = tl.zeros([LANES, DEEP, 4], tl.int32)
+    x = tl.zeros([DEEP, LANES, 16], tl.float32)
+    l0 = tl.zeros([DEEP, LANES, 4], tl.int32)
     l1, l2, h0, h1, h2 = l0, l0, l0, l0, l0
-    step = tl.zeros([LANES, DEEP], tl.float32)
+    step = tl.zeros([DEEP, LANES], tl.float32)
     total = step
     factor = 1.0
-    turn = tl.arange(0, TP)
-    more = tl.zeros([TP, BN], tl.float32)
+    more = tl.zeros([BN], plus.dtype.element_ty) if PLUS else 0.0
     r, here = _places(pid, 0, N, TILES, BN)
-    scale_a, zero_a = _scales_and_zeros(scales, zeros, r, here, chunk, GROUPS, SHARE, ZEROS)
+    scale_a, zero_a = _scales_and_zeros(scales, zeros, r, here, GROUPS, DEEP, LANES, SHARE, ZEROS)
     if PAIR:
-        scale_b, zero_b = _scales_and_zeros(scales, zeros, N + r, here, chunk, GROUPS, SHARE, ZEROS)
+        scale_b, zero_b = _scales_and_zeros(scales, zeros, N + r, here, GROUPS, DEEP, LANES, SHARE, ZEROS)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         r, here = _places(pid, tile, N, TILES, BN)
-        at = r.to(tl.int64)[None, :, None, None] * WIDTH + cols
-        live = here[None, :, None, None] & inside
-        wa = tl.load(weight + at, mask=live, other=0.0)
+        wa = _codes(weight, pid, tile, 0, N, WIDTH, TILES, BN, DEEP, LANES, per)
         if PAIR:
-            wb = tl.load(weight + N.to(tl.int64) * WIDTH + at, mask=live, other=0.0)
+            wb = _codes(weight, pid, tile, N, N, WIDTH, TILES, BN, DEEP, LANES, per)
         later, there = _places(pid, tile + 1, N, TILES, BN)
-        next_a, next_zero_a = _scales_and_zeros(scales, zeros, later, there, chunk, GROUPS, SHARE, ZEROS)
+        next_a, next_zero_a = _scales_and_zeros(scales, zeros, later, there, GROUPS, DEEP, LANES, SHARE, ZEROS)
         if PAIR:
-            next_b, next_zero_b = _scales_and_zeros(scales, zeros, N + later, there, chunk, GROUPS, SHARE, ZEROS)
+            next_b, next_zero_b = _scales_and_zeros(scales, zeros, N + later, there, GROUPS, DEEP, LANES, SHARE, ZEROS)
         if tile == 0:
             wait_for_all(flag1, flag2, need, FLAGS, PDL)
-            if PLUS:  # of all tiles at once, not one latency after the other
-                all_r = (pid * TILES + turn)[:, None] * BN + tl.arange(0, BN)[None, :]
-                more = tl.load(
-                    plus + all_r, mask=(turn < TILES)[:, None] & (all_r < N), other=0.0, cache_modifier=".cg"
-                ).to(tl.float32)
+            if PLUS:
+                more = tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg")
             x = gathered(base, first, second, drift1, drift2, saved, at_x, known, pid == 0, SUMS, DRIFTS)
             high = x
             if BITS == 4:
@@ -131,20 +140,22 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
                 high = x
             if DIGITS > 0:
                 step = row_steps(x, high, STEP, DIGITS)
-                l0, l1, l2, steps = row_digits(x, step, DIGITS)
+                l0, l1, l2, steps = row_digits(x, step, DIGITS, ASM)
                 if BITS == 4:
-                    h0, h1, h2, more_steps = row_digits(high, step, DIGITS)
+                    h0, h1, h2, more_steps = row_digits(high, step, DIGITS, ASM)
                     total = (steps + more_steps).to(tl.float32)
             let_others_start(PDL)
+        if PLUS:  # a tile ahead, too, from the first one's turn on
+            next_more = tl.load(plus + later, mask=there, other=0.0, cache_modifier=".cg")
         digits = (l0, l1, l2, h0, h1, h2)
         ya = _partial(wa, x, digits, step, total, scale_a, zero_a, BITS, SHARE, DIGITS, ASM, WHOLE)
         if PAIR:
             yb = _partial(wb, x, digits, step, total, scale_b, zero_b, BITS, SHARE, DIGITS, ASM, WHOLE)
-            ya, yb = (factor * tl.sum(tl.join(ya, yb), axis=0)).split()
+            ya, yb = (factor * tl.sum(tl.join(ya, yb), axis=1)).split()
             if BIAS:
                 yb += tl.load(bias + N + r, mask=here, other=0.0).to(tl.float32)
         else:
-            ya = factor * tl.sum(ya, axis=0)
+            ya = factor * tl.sum(ya, axis=1)
         if BIAS:
             ya += tl.load(bias + r, mask=here, other=0.0).to(tl.float32)
         ya = activated(ya, ACT)
@@ -153,7 +164,8 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
         if ALPHA:
             ya = ya * alpha
         if PLUS:
-            ya += scale * tl.sum(tl.where((turn == tile)[:, None], more, 0.0), axis=0)
+            ya += scale * more.to(tl.float32)
+            more = next_more
         tl.store(out + r, ya.to(out.dtype.element_ty), mask=here)
         scale_a, zero_a = next_a, next_zero_a
         if PAIR:

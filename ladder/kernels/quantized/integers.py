@@ -46,17 +46,17 @@ def _magnitude(x):
 
 @triton.jit
 def row_steps(x, high, STEP: tl.constexpr, DIGITS: tl.constexpr):
-    """The step of each chunk of a row, [LANES, DEEP]: that of its group of STEP chunks. Of a group with anything that
+    """The step of each chunk of a row, [DEEP, LANES]: that of its group of STEP chunks. Of a group with anything that
     is not finite it is NaN: no digit can say that.
     """
-    lanes: tl.constexpr = x.shape[0]
-    deep: tl.constexpr = x.shape[1]
+    deep: tl.constexpr = x.shape[0]
+    lanes: tl.constexpr = x.shape[1]
     # 0x7F7F; 0x7F7F7F, less what the division may add
     most: tl.constexpr = 32639.0 if DIGITS == 2 else 8355000.0
     largest = tl.max(tl.maximum(_magnitude(x), _magnitude(high)), axis=2)
     if STEP > 1:
-        largest = tl.max(largest.reshape(lanes // STEP, STEP, deep), axis=1, keep_dims=True)
-        largest = tl.broadcast_to(largest, [lanes // STEP, STEP, deep]).reshape(lanes, deep)
+        largest = tl.max(largest.reshape(deep, lanes // STEP, STEP), axis=2, keep_dims=True)
+        largest = tl.broadcast_to(largest, [deep, lanes // STEP, STEP]).reshape(deep, lanes)
     step = tl.maximum(largest.to(tl.float32, bitcast=True), 1e-30) / most
     return tl.where(largest < 0x7F800000, step, float("nan"))
 
@@ -72,19 +72,46 @@ def _word(q, DIGIT: tl.constexpr, DIGITS: tl.constexpr):
 
 
 @triton.jit
-def row_digits(x, step, DIGITS: tl.constexpr):
-    """[LANES, DEEP, 16] in whole steps: three digits (the third may be none of its own), [LANES, DEEP, 4] words; and
-    how many steps each chunk's are together, [LANES, DEEP]. Zeros where the step is NaN.
+def _two_words(q):
+    """Both digits of four neighbouring numbers, each digit's bytes in the first one's place, zeros in the others'. A
+    thread has all four, one after the other.
     """
-    lanes: tl.constexpr = x.shape[0]
-    deep: tl.constexpr = x.shape[1]
-    middle: tl.constexpr = 128 if DIGITS == 2 else 32896  # 0x8080
-    whole = tl.where((step == step)[:, :, None], x * (1.0 / step)[:, :, None], 0.0)
-    q = tl.floor(whole + 0.5).to(tl.int32)
-    total = tl.sum(q, axis=2)
-    q = (q + middle).reshape(lanes, deep, 4, 4)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 t, u; prmt.b32 t, $8, $9, 0x5140; prmt.b32 u, $10, $11, 0x5140;
+        prmt.b32 $0, t, u, 0x5410; xor.b32 $0, $0, 0x80808080; prmt.b32 $4, t, u, 0x7632;
+        mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }""",
+        "=&r,=r,=r,=r,=&r,=r,=r,=r,r,r,r,r",
+        [q],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def row_digits(x, step, DIGITS: tl.constexpr, ASM: tl.constexpr):
+    """[DEEP, LANES, 16] in whole steps: three digits (the third may be none of its own), [DEEP, LANES, 4] words; and
+    how many steps each chunk's are together, [DEEP, LANES]. Zeros where the step is NaN.
+    """
+    deep: tl.constexpr = x.shape[0]
+    lanes: tl.constexpr = x.shape[1]
+    each = tl.where(step == step, 1.0 / step, 0.0)[:, :, None]
+    whole = tl.where((step == step)[:, :, None], x, 0.0) * each
+    if DIGITS == 2:  # + 3 * 2^22, which has them, rounded, as its lowest bits; + 128, for the second digit's sake
+        q = (whole + 12583040.0).to(tl.int32, bitcast=True)
+        total = tl.sum(q - 0x4B400080, axis=2)
+    else:
+        q = tl.floor(whole + 0.5).to(tl.int32)
+        total = tl.sum(q, axis=2)
+        q += 32896  # 0x8080
+    q = q.reshape(deep, lanes, 4, 4)
+    if DIGITS == 2 and ASM:
+        first, second = _two_words(q)
+        first, second = tl.sum(first, axis=3), tl.sum(second, axis=3)
+    else:
+        first, second = _word(q, 0, DIGITS), _word(q, 1, DIGITS)
     # joined, both go to the threads that need them at once
-    first, second = tl.join(_word(q, 0, DIGITS), _word(q, 1, DIGITS)).split()
+    first, second = tl.join(first, second).split()
     third = first
     if DIGITS == 3:
         third = _word(q, 2, DIGITS)
@@ -131,7 +158,7 @@ def chunk_sums(codes, l0, l1, h0, h1, BITS: tl.constexpr):
 
 @triton.jit
 def chunk_products(codes, digits, BITS: tl.constexpr, DIGITS: tl.constexpr, ASM: tl.constexpr, WHOLE: tl.constexpr):
-    """Codes [LANES, rows, DEEP, 4 words] times the digits of x: each chunk's whole steps, [LANES, rows, DEEP].
+    """Codes [DEEP, rows, LANES, 4 words] times the digits of x: each chunk's whole steps, [DEEP, rows, LANES].
 
     ASM: in the GPU's own instructions. WHOLE: a thread has all words of a chunk, one after the other.
     """
