@@ -16,8 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from ladder.bench.machine import machine
-from ladder.kernels.small_gemm import _small_gemm
+from ladder.kernels.quantized.small_gemm import quantized_small_gemm
+from ladder.kernels.small_gemm import MOST_AT_ONCE
 from ladder.kernels.table import Shape, SmallGemm, rule
+from ladder.layers.weight import RUN
 
 OUTPUTS, INPUTS = 4096, 14336
 FORMATS = {"int4": (4, 128), "fp8": (8, 0)}  # bits and inputs that share a scale, 0: all
@@ -25,24 +27,24 @@ FORMATS = {"int4": (4, 128), "fp8": (8, 0)}  # bits and inputs that share a scal
 
 def compiled(bits: int, group: int, rows: int, config: SmallGemm) -> str:
     """The machine code."""
-    fixed: dict[str, Any] = {"K": INPUTS, "MB": max(16, rows), "BN": config.rows, "BK": config.depth, "EARLY": 0}
+    fixed: dict[str, Any] = {"K": INPUTS, "MB": min(MOST_AT_ONCE, rows), "BN": config.rows, "BK": config.depth}
     fixed |= {"SPLITS": config.splits, "PAIR": False, "ACT": 0, "BIAS": False, "PLUS": False, "ALPHA": False}
     fixed |= {"STAGES": config.stages, "IEEE": False, "PDL": True, "BITS": bits, "GROUP": group, "ZEROS": False}
-    fixed |= {"FP8": bits == 8, "ASM": True, **({} if group else {"GROUPS": 1})}
-    kinds = {"weight": "*i32", "zeros": "*u8", "M": "i32", "N": "i32", "GROUPS": "i32", "scale": "fp32"}
+    fixed |= {"FP8": bits == 8, "ASM": True, "WARPS": config.warps, "RUN": RUN}
+    kinds = {"weight": "*u8" if bits == 4 else "*i8", "zeros": "*u8", "M": "i32", "N": "i32", "scale": "fp32"}
     kinds |= {"alpha": "fp32", "out": "*fp32" if config.splits > 1 else "*bf16"}
     kinds |= {"scales": "*fp32" if bits == 8 else "*bf16"}
-    names = _small_gemm.arg_names
+    names = quantized_small_gemm.arg_names
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in names}
     values = {(names.index(name),): value for name, value in fixed.items()}
-    whole = {name for name, kind in signature.items() if kind.startswith("*") or name in ("M", "N", "GROUPS")}
+    whole = {name for name, kind in signature.items() if kind.startswith("*") or name in ("M", "N")}
     aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name in whole and name not in fixed}
     options = {"num_warps": config.warps, "launch_pdl": True}
-    made = compile(ASTSource(_small_gemm, signature, values, aligned), GPUTarget("cuda", 90, 32), options)
+    made = compile(ASTSource(quantized_small_gemm, signature, values, aligned), GPUTarget("cuda", 90, 32), options)
     return str(made.asm["sass"])
 
 
-def for_a_weight(code: str, config: SmallGemm) -> float:
+def for_a_weight(code: str, rows: int, config: SmallGemm) -> float:
     """Instructions of the loop that multiplies a tile, over the weights of the tile that are a thread's."""
     lines, found = code.splitlines(), []
     for end, line in enumerate(lines):
@@ -52,9 +54,10 @@ def for_a_weight(code: str, config: SmallGemm) -> float:
             if any("MMA." in each for each in body):
                 found.append(body)
     (loop,) = found
-    products = sum("HGMMA" in each for each in loop)
-    assert products == config.rows // 64 * config.depth // 16, "the compiler's loop is not of one tile"
-    return len(loop) * 32 * config.warps / (config.rows * config.depth)
+    products = sum("HMMA" in each for each in loop)
+    expected = config.rows // 16 * config.depth // 16 * min(MOST_AT_ONCE, rows) // 8
+    assert products == expected, "the compiler's loop is not of one tile"
+    return len(loop) * 32 / (config.rows * config.depth)
 
 
 def main() -> None:
@@ -62,7 +65,8 @@ def main() -> None:
         for rows in (16, 64):
             config = rule(Shape("row", rows, OUTPUTS, INPUTS, False, bits=bits, group=group))
             assert isinstance(config, SmallGemm)
-            found = for_a_weight(compiled(bits, group, rows, config), config)
+            blocks = -(-rows // MOST_AT_ONCE)  # of rows, each with the weight's numbers anew
+            found = blocks * for_a_weight(compiled(bits, group, rows, config), rows, config)
             line = {"kernel": "small_gemm", "weights": weights, "group": group, "rows": rows, "target": "sm_90"}
             line |= {"instructions_for_a_weight": round(found, 2)}
             print(json.dumps({**line, **machine(torch.device("cpu"))}), flush=True)

@@ -364,7 +364,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
 from ladder.kernels.quantized.gemv import quantized_gemv
-from ladder.kernels.small_gemm import _small_gemm
+from ladder.kernels.quantized.small_gemm import quantized_small_gemm
 
 def built(kernel, fixed, kinds):
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
@@ -399,13 +399,16 @@ for kind in ("bf16", "fp8e4nv", "i32"):
     assert without == with_plus > 1, (kind, without, with_plus)
 
 for bits, group, floating in ((4, 128, False), (8, 0, True)):
-    fixed = {"K": 1024, "MB": 16, "BN": 64, "BK": 128, "EARLY": 0, "SPLITS": 1, "PAIR": False, "ACT": 0, "BIAS": False}
+    fixed = {"K": 1024, "MB": 16, "BN": 64, "BK": 128, "SPLITS": 1, "PAIR": False, "ACT": 0, "BIAS": False}
     fixed |= {"PLUS": False, "ALPHA": False, "STAGES": 4, "IEEE": False, "PDL": True, "ZEROS": False, "ASM": True}
-    kinds = {"weight": "*i32", "zeros": "*u8", "M": "i32", "N": "i32", "GROUPS": "i32", "scale": "fp32"}
-    kinds |= {"alpha": "fp32"}
-    text = built(_small_gemm, {**fixed, "BITS": bits, "GROUP": group, "FP8": floating}, kinds)["ptx"]
-    # numbers are made from words by the threads that multiply them
-    assert "mma" in text and "cp.async" in text and "st.shared" not in text, bits
+    fixed |= {"BITS": bits, "GROUP": group, "FP8": floating, "WARPS": 4, "RUN": 16}
+    kinds = {"weight": "*i8", "zeros": "*u8", "M": "i32", "N": "i32", "scale": "fp32", "alpha": "fp32"}
+    made = built(quantized_small_gemm, fixed, kinds)
+    # each warp has its own columns; numbers are made from bytes by the threads that multiply them
+    assert "warpsPerCTA = [4, 1, 1]" in made["ttgir"] and "mma" in made["ptx"] and "cp.async" in made["ptx"], bits
+    (loop,) = [part for part in made["ttgir"].split("scf.for")[1:] if "tt.dot" in part]
+    loop = loop.split("scf.yield")[0]
+    assert "tt.dot" in loop and "ttg.convert_layout" not in loop and "ttg.local_store" not in loop, bits
 """
 
 

@@ -276,23 +276,24 @@ def test_the_instructions_for_a_chunk_add_up(bits: int) -> None:
         assert found == int((halves.flatten() * (low + 256 * digits[:, 1].flatten())).sum())
 
 
-@pytest.mark.parametrize("kind", ("int4", "fp8", "int8"))
+@pytest.mark.parametrize("kind", ("low", "high", "fp8", "int8"))
 def test_the_instructions_for_an_operand(kind: str) -> None:
     """Every code, in every byte of a word; of 4 bits with every zero."""
-    instructions = instructions_of(operand)[("int4", "fp8", "int8").index(kind)]
-    bits = 4 if kind == "int4" else 8
-    for code, zero in product(range(256), range(16) if bits == 4 else (0,)):
+    index = ("high", "low", "fp8", "int8").index(kind)
+    instructions = instructions_of(operand)[index]
+    for code, zero in product(range(256), range(16) if index < 2 else (0,)):
         word = code | (code ^ 255) << 8 | (code ^ 90) << 16 | (code ^ 165) << 24
-        given = {"$8": word, "$9": zero * 0x10001 - 0x3CFF3D00 & 0xFFFFFFFF} if bits == 4 else {"$4": word}
-        registers = executed(instructions, given)
-        found = torch.tensor([registers[f"${n}"] for n in range(32 // bits)], dtype=torch.uint16).view(torch.bfloat16)
+        less = torch.tensor(-128.0 - zero).bfloat16().view(torch.uint16).item() * 0x10001
+        registers = executed(instructions, {"$2": word, "$3": less, "$4": less})
+        pairs = torch.tensor([registers[f"${n}"] >> half & 0xFFFF for n in range(2) for half in (0, 16)])
+        found = pairs.to(torch.uint16).view(torch.bfloat16).double()
         stored = torch.tensor([word >> 8 * byte & 255 for byte in range(4)], dtype=torch.uint8)
-        if kind == "int4":
-            expected = torch.cat((stored & 15, stored >> 4)).double() - zero
+        if index < 2:
+            expected = (stored >> 4 if kind == "high" else stored & 15).double() - zero
         else:
             expected = stored.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).double()
         finite = expected.isfinite()
-        assert torch.equal(found.double()[finite], expected[finite]), (code, zero)
+        assert torch.equal(found[finite], expected[finite]), (code, zero)
 
 
 @formats

@@ -91,6 +91,34 @@ def activated(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def write_products(y, bias, plus, out, scale, alpha, tile, split, first, M, N, PAIR: tl.constexpr, ACT: tl.constexpr,
+                   BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr):  # fmt: skip
+    """What is left of `small_gemm` when y has the products [rows of a tile, rows of x]; the first half of a pair's rows
+    are the gate's. `first`: its first row of x.
+    """
+    outputs: tl.constexpr = y.shape[0] // (1 + PAIR)
+    r = tile * outputs + tl.arange(0, outputs)
+    m = first + tl.arange(0, y.shape[1])
+    if BIAS:
+        if split == 0:
+            j = tl.arange(0, y.shape[0])
+            line = tile * outputs + j % outputs
+            y += tl.load(bias + line + j // outputs * N, mask=line < N, other=0.0).to(tl.float32)[:, None]
+    if PAIR:
+        gate, up = y.reshape(2, outputs, y.shape[1]).permute(1, 2, 0).split()
+        y = activated(gate, ACT) * up
+    else:
+        y = activated(y, ACT)
+    if ALPHA:
+        y = y * alpha
+    kept = (r < N)[:, None] & (m < M)[None, :]
+    there = (split * M + m)[None, :] * N + r[:, None]
+    if PLUS:
+        y += scale * tl.load(plus + there, mask=kept, other=0.0, cache_modifier=".cg").to(tl.float32)
+    tl.store(out + there, y.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
 def added(x, more):
     """x + more, rounded to the stream's type as torch does."""
     return (x + more.to(tl.float32)).to(more.dtype).to(tl.float32)

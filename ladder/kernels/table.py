@@ -32,7 +32,7 @@ class SmallGemm:
     """A few rows."""
 
     rows: int  # of the weight in a tile; of a pair, half of them are the gate's
-    depth: int  # its columns
+    depth: int  # its columns; of a quantized weight those of each warp
     splits: int  # along the inputs
     stages: int
     warps: int
@@ -232,20 +232,31 @@ def rule(shape: Shape) -> Config:
             return Gemv(rows, warps, WAVE if 2 * ring <= SHARED and warps <= 8 else WAVE // 2, stages)
     if shape.batch > MOST:
         return None
+    if shape.bits:
+        return _few_rows_quantized(shape)
     depth = max(16, min(128 * 2 // shape.bytes, power_up_to(shape.inputs)))
-    if shape.bits:  # a tile has no inputs of two groups; two codes of 4 bits are inputs 16 apart
-        depth = max(32, min(128, shape.group or 128, power_up_to(shape.inputs)))
-    rows = 64
-    splits = min(8, power_up_to(WAVE // -(-shape.outputs // rows))) if shape.splittable else 1
-    unit = max(16, depth) if shape.bits else 16
-    while shape.inputs % (splits * unit) or shape.inputs // splits < depth:
-        splits //= 2
-        if splits <= 1:
-            splits = 1
-            break
+    splits = _splits(shape, rows=64, depth=depth, unit=16, most=8)
     stages = 5 if shape.batch <= 16 else 4
-    early = depth if shape.inputs // splits >= 4 * depth and shape.batch <= 16 and not shape.bits else 0
-    return SmallGemm(rows, depth, splits, stages, 4, early)
+    early = depth if shape.inputs // splits >= 4 * depth and shape.batch <= 16 else 0
+    return SmallGemm(64, depth, splits, stages, 4, early)
+
+
+def _few_rows_quantized(shape: Shape) -> SmallGemm:
+    """Of 4 bits and up to 8 rows tensor cores have little to do: more warps hide more of what they wait for."""
+    rows, depth = (64, 128) if shape.bits == 4 else (32, 64)
+    # a warp has no inputs of two groups at once; two codes of 4 bits are inputs 16 apart
+    depth = max(32, min(depth, shape.group or depth, power_up_to(shape.inputs)))
+    splits = _splits(shape, rows, depth, unit=shape.group or depth, most=4)
+    warps = 8 if shape.bits == 4 and shape.batch <= 8 and shape.inputs // splits % (8 * depth) == 0 else 4
+    return SmallGemm(rows, depth, splits, 4 if shape.batch <= 16 else 3, warps, 0)
+
+
+def _splits(shape: Shape, rows: int, depth: int, unit: int, most: int) -> int:
+    """So many that there is about one wave of programs; each has a multiple of `unit` inputs, `depth` at least."""
+    splits = min(most, power_up_to(WAVE // -(-shape.outputs // rows))) if shape.splittable else 1
+    while splits > 1 and (shape.inputs % (splits * unit) or shape.inputs // splits < depth):
+        splits //= 2
+    return splits
 
 
 def same_bits(one: Config, other: Config) -> bool:

@@ -108,7 +108,8 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
     step = tl.zeros([DEEP, LANES], tl.float32)
     total = step
     factor = 1.0
-    more = tl.zeros([BN], plus.dtype.element_ty) if PLUS else 0.0
+    if PLUS:
+        more = tl.zeros([BN], plus.dtype.element_ty)
     r, here = _places(pid, 0, N, TILES, BN)
     scale_a, zero_a = _scales_and_zeros(scales, zeros, r, here, GROUPS, DEEP, LANES, SHARE, ZEROS)
     if PAIR:
