@@ -432,7 +432,7 @@ ACTIVATIONS: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("fp8-block", {**FP8_BLOCK, "block_structure": [128, 64]}, TOKEN, False),  # no product has such groups
     ("fp8-channel", {}, {**TOKEN, "type": "int"}, False),
     ("fp8-channel", {}, {**TOKEN, "symmetric": False}, False),
-    ("fp8-channel", {}, {**TOKEN, "num_bits": 4, "strategy": "tensor_group", "dynamic": "local"}, False),
+    ("fp8-channel", {}, {**GROUPS_OF_128, "num_bits": 4, "strategy": "tensor_group", "dynamic": "local"}, False),
     ("int8-channel", {}, {**TOKEN, "type": "int"}, False),
     ("int8-channel", {}, TOKEN, False),
     ("int4-32", {}, TOKEN, False),
