@@ -1,11 +1,16 @@
-"""One row times a weight: how fast its bytes are read in every format, on one GPU.
+"""One row times a weight: how fast its bytes are read in every format; and many rows, on one GPU.
 
 python -m experiments.quantized_kernels_gpu [SHAPE ...] > results/quantized_kernels_h200.jsonl
+python -m experiments.quantized_kernels_gpu prefill [SHAPE ...]    # many rows alone
 
 A JSON line for every shape and format, also with one program on a multiprocessor (`alone`): how far the result is from
 float64 (relative, in norm, the output full of NaN before), and microseconds of a launch among many that follow each
 other in a CUDA graph, over copies of the weight that no cache holds. `fixed` is the same of a weight of 256 rows: what
 a kernel costs beside its streaming. A short table ends it. Everything is compiled first, by many processes.
+
+Lines of the measure `prefill` are of many rows times the weights of 8B: milliseconds, in the same way, of the library's
+product in bf16, of one that dequantizes first, and of fp8 times fp8 with the rows' own rounding (`rows_ms` of that);
+`error` is of the last rows, also against the product of the rows as they are.
 """
 
 import json
@@ -13,16 +18,20 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ladder.bench.machine import machine, milliseconds
 from ladder.config import ModelConfig
 from ladder.kernels.gemv import gemv
+from ladder.kernels.quantized.dequantize import dequantize
+from ladder.kernels.quantized.fp8 import GROUP, fp8_product, quantize_rows
 from ladder.kernels.stream import Source
 from ladder.kernels.table import Gemv, Shape, Table
 from ladder.layers.activation import activate
@@ -41,6 +50,10 @@ SHAPES = {  # outputs, inputs, gate and up, behind a norm
     "70b-gate_up": (3584, 8192, True, True),
     "70b-down": (8192, 3584, False, False),
 }
+PROMPTS = (512, 2048, 8192)  # rows
+PROMPT_SHAPES = {name: (n * (1 + pair), k) for name, (n, k, pair, _) in SHAPES.items() if name.startswith("8b")}
+COPIES = 4  # of a prompt's weight: together more than any cache holds
+COMPARED = 128  # rows that are compared with float64
 
 
 @dataclass(frozen=True)
@@ -132,16 +145,89 @@ class Run:
         return worst
 
     def microseconds(self) -> float:
-        count = max(32, len(self.weights))
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            self.launch(0)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for turn in range(count):
-                    self.launch(turn)
-            return statistics.median(milliseconds(graph.replay, 15, 3)) / count * 1e3
+        return launch_ms(self.launch, max(32, len(self.weights))) * 1e3
+
+
+def launch_ms(launch: Callable[[int], object], count: int) -> float:
+    """Of one of `count` launches that follow each other in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch(0)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for turn in range(count):
+                launch(turn)
+        return statistics.median(milliseconds(graph.replay, 15, 3)) / count
+
+
+class Prompt:
+    """Copies of a weight, dense or in fp8 with scales of outputs or of blocks, and rows to multiply by it."""
+
+    def __init__(self, outputs: int, inputs: int, kind: str, device: str = "cuda") -> None:
+        torch.manual_seed(0)
+        self.kind, self.outputs, self.inputs, self.device = kind, outputs, inputs, device
+        self.weights: list[Tensor | Packed] = []
+        for _ in range(COPIES):
+            dense = torch.randn(outputs, inputs, device=device) / inputs**0.5
+            if kind == "bf16":
+                self.weights.append(dense.to(torch.bfloat16))
+                continue
+            rows, group = (GROUP, GROUP) if "block" in kind else (1, inputs)
+            scales = torch.rand(-(-outputs // rows), -(-inputs // group), device=device) + 0.5
+            scales = (scales / 100 / inputs**0.5).repeat_interleave(rows, dim=0)[:outputs].contiguous()
+            codes = dense / scales.repeat_interleave(group, dim=1)[:, :inputs]
+            codes = codes.clamp_(-448, 448).to(torch.float8_e4m3fn)
+            self.weights.append(Packed(codes, scales, None, 8, group, True, rows))
+
+    def rows(self, count: int) -> None:
+        self.x = torch.randn(count, self.inputs, device=self.device).to(torch.bfloat16)
+        self.out = torch.full((count, self.outputs), float("nan"), dtype=torch.bfloat16, device=self.device)
+
+    def launch(self, turn: int) -> Tensor:
+        weight = self.weights[turn % len(self.weights)]
+        if isinstance(weight, Tensor):
+            return F.linear(self.x, weight)
+        if self.kind.startswith("dequantized"):
+            return F.linear(self.x, dequantize(weight, torch.bfloat16))
+        return fp8_product(self.x, weight, self.out)
+
+    def quantize(self, turn: int) -> object:
+        return quantize_rows(self.x, GROUP if "block" in self.kind else 0)
+
+    def error(self) -> float:
+        """Of the last rows, relative, in norm."""
+        weight = self.weights[0]
+        dense = weight.double() if isinstance(weight, Tensor) else dequantize(weight, torch.float64)
+        expected = self.x[-COMPARED:].double() @ dense.t()
+        found = self.launch(0)
+        if not bool(found.isfinite().all()):
+            return float("nan")
+        return float((found[-COMPARED:].double() - expected).norm() / expected.norm())
+
+
+def prefill(only: list[str]) -> None:
+    """A line for every shape, way and number of rows, and a table of them."""
+    begun, table, stamp = time.monotonic(), list[str](), machine(torch.device("cuda", 0))
+    for name in only:
+        for kind in ("bf16", "dequantized", "dequantized-block", "fp8", "fp8-block"):
+            run = Prompt(*PROMPT_SHAPES[name], kind)
+            for rows in PROMPTS:
+                line: dict[str, Any] = {"shape": name, "way": kind, "rows": rows}
+                try:
+                    run.rows(rows)
+                    error, ms = run.error(), launch_ms(run.launch, COPIES)
+                except Exception as failed:  # of any kind: the other cases go on
+                    line["wrong"] = f"{type(failed).__name__}: {failed}"[:300]
+                else:
+                    line |= {"error": float(f"{error:.1e}"), "ms": round(ms, 4)}
+                    line["tflop_s"] = round(2 * rows * run.outputs * run.inputs / ms / 1e9, 1)
+                    if kind.startswith("fp8"):
+                        line["rows_ms"] = round(launch_ms(run.quantize, COPIES), 4)
+                print(json.dumps({"measure": "prefill", **line, **stamp}), flush=True)
+                keys = ("shape", "way", "rows", "ms", "tflop_s", "rows_ms", "error", "wrong")
+                table.append("  ".join(f"{line.get(key, '')!s:>17}" for key in keys))
+    print(f"many rows: {time.monotonic() - begun:.0f} s", *table, sep="\n", file=sys.stderr)
 
 
 def cases(only: list[str]) -> list[Case]:
@@ -165,32 +251,39 @@ def compile_one(case: Case) -> str:
     return ""
 
 
-def main(only: list[str]) -> None:
+def one_row(only: list[str]) -> None:
     begun, every = time.monotonic(), cases(only)
     with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
         wrong = dict(zip(every, pool.map(compile_one, every), strict=True))
     compiled = time.monotonic() - begun
     table, stamp = list[str](), machine(torch.device("cuda", 0))
-    with torch.inference_mode():
-        for case in every:
-            line: dict[str, Any] = {
-                "shape": case.name,
-                "weights": case.kind,
-                "alone": case.alone,
-            }
-            if wrong[case]:
-                line["wrong"] = wrong[case]
-            else:
-                run = Run(case)
-                us = run.microseconds()
-                line |= {"error": float(f"{run.error():.1e}"), "us": round(us, 2)}
-                line |= {"tb_s": round(run.size / us / 1e6, 2), "at_4.6": round(run.size / 4.6e6, 2)}
-                if not case.alone:
-                    line["fixed_us"] = round(Run(case, FEW, 64).microseconds(), 2)
-            print(json.dumps({"measure": "gemv", **line, **stamp}), flush=True)
-            keys = ("shape", "weights", "alone", "us", "at_4.6", "tb_s", "fixed_us", "error", "wrong")
-            table.append("  ".join(f"{line.get(key, '')!s:>12}" for key in keys))
+    for case in every:
+        line: dict[str, Any] = {
+            "shape": case.name,
+            "weights": case.kind,
+            "alone": case.alone,
+        }
+        if wrong[case]:
+            line["wrong"] = wrong[case]
+        else:
+            run = Run(case)
+            us = run.microseconds()
+            line |= {"error": float(f"{run.error():.1e}"), "us": round(us, 2)}
+            line |= {"tb_s": round(run.size / us / 1e6, 2), "at_4.6": round(run.size / 4.6e6, 2)}
+            if not case.alone:
+                line["fixed_us"] = round(Run(case, FEW, 64).microseconds(), 2)
+        print(json.dumps({"measure": "gemv", **line, **stamp}), flush=True)
+        keys = ("shape", "weights", "alone", "us", "at_4.6", "tb_s", "fixed_us", "error", "wrong")
+        table.append("  ".join(f"{line.get(key, '')!s:>12}" for key in keys))
     print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - begun:.0f} s", *table, sep="\n", file=sys.stderr)
+
+
+def main(given: list[str]) -> None:
+    names = [name for name in given if name != "prefill"]
+    with torch.inference_mode():
+        if "prefill" not in given:
+            one_row(names)
+        prefill([name for name in names or SHAPES if name in PROMPT_SHAPES])
 
 
 if __name__ == "__main__":

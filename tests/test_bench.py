@@ -202,9 +202,11 @@ def test_random_quantized_models(weights: str) -> None:
     found = [module for module in model.modules() if isinstance(module, Quantized)]
     assert len(found) == 4 * model.config.layers and {each.storage for each in found} == {NAMED[weights]}
     for each in found:
-        dense = each.dequantized()
-        assert dense.isfinite().all() and each.scales.unique().numel() > 1
-        assert 0.015 < dense.std() < 0.027 and dense.mean().abs() < 0.004  # scales are within a half of their mean
+        dense, scales = each.dequantized(), each.scales[:: each.rows_alike]  # one of each block
+        assert dense.isfinite().all() and scales.unique().numel() > scales.numel() / 2
+        # scales are within a half of their mean
+        low, high = (0.015, 0.027) if scales.numel() > 10 else (0.009, 0.031)
+        assert low < dense.std() < high and dense.mean().abs() < 0.004
     assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
     assert model.lm_head.quantized is None and model.embed_tokens.weight.std() == pytest.approx(0.02, rel=0.05)
 

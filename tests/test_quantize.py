@@ -27,6 +27,7 @@ from ladder.config import ModelConfig
 from ladder.config.quantization import DENSE, Storage
 from ladder.errors import LadderError
 from ladder.hf.convert import convert
+from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.quantize import write as module
 from ladder.quantize.options import QuantizeOptions
@@ -185,6 +186,47 @@ def test_logits_of_transformers(source: Path, wired: Path, tmp_path: Path, name:
             found[folder] = model(TOKENS).logits
         assert apart(native(out), found[folder]) < NEAR
     assert apart(found[source], found[wired]) > 100 * NEAR
+
+
+@packaged
+@pytest.mark.parametrize("name", ["fp8", "fp8-block"])
+def test_fp8_activations(source: Path, wired: Path, tmp_path: Path, run: Any, name: str) -> None:
+    """The same weights; a config.json that the library reads as its own scheme, and we as one that allows them."""
+    plain = made(wired, tmp_path / "plain", format=name)
+    status, out, _ = run("quantize", wired, tmp_path / "out", "--format", name, "--fp8-activations", "--json")
+    assert status == 0 and json.loads(out)["fp8_activations"] is True
+    found, expected = (load_file(folder / SINGLE) for folder in (tmp_path / "out", plain))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key].float(), each.float()) for key, each in expected.items())
+    scheme, activations = library(tmp_path / "out")[0], library(tmp_path / "out")[0].input_activations
+    assert scheme.weights == library(plain)[0].weights and library(plain)[0].input_activations is None
+    assert (activations.num_bits, str(activations.type)) == (8, "float")
+    assert activations.dynamic is True and activations.symmetric and scheme.output_activations is None
+    shared = (str(activations.strategy), activations.group_size)
+    assert shared == (("token", None) if name == "fp8" else ("group", 128))
+    for folder, allowed in ((plain, False), (tmp_path / "out", True)):
+        config = Directory(folder).config
+        stored = {
+            config.weights.of(f"model.layers.{n}.{part}") for n in (0, 1) for part in ("mlp.up_proj", "self_attn.o")
+        }
+        assert {each.activations for each in stored} == {allowed} and config.weights.of("lm_head") == DENSE
+        packed = [each.packed for each in Decoder(config, device="meta").modules() if isinstance(each, Quantized)]
+        assert len(packed) == 2 * 4 and all(each is not None and each.activations is allowed for each in packed)
+        assert ("for fp8 activations" in (folder / "README.md").read_text()) is allowed
+    assert apart(native(tmp_path / "out"), native(plain)) == 0  # float32 takes activations as they are
+
+
+@packaged
+@pytest.mark.parametrize("name", ["fp8", "fp8-block"])
+def test_fp8_activations_in_transformers(wired: Path, tmp_path: Path, name: str) -> None:
+    """It loads, and is the model but for what rounds activations: each to 2^-4 of it at most, in four products a
+    layer, one on top of the other.
+    """
+    out = made(wired, tmp_path / "out", format=name, fp8_activations=True)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        found = model(TOKENS).logits
+    assert 100 * NEAR < apart(native(out), found) < 2 * 2**-4 * (CONFIG.layers * 4 / 3) ** 0.5
 
 
 FAMILIES = ["smollm2", "qwen2", "phi3-partial", "gemma2", "olmo2", "gpt-neox", "falcon", "mixtral", "qwen3-moe"]
@@ -368,6 +410,8 @@ BAD_OPTIONS = [
     ({"format": "int3"}, "unknown format 'int3': known are fp8, fp8-block, int8, int4"),
     ({"format": "fp8", "group": 128}, "--group is for int4, not for fp8"),
     ({"format": "int8", "asymmetric": True}, "--asymmetric is for int4, not for int8"),
+    ({"format": "int8", "fp8_activations": True}, "--fp8-activations is for fp8 and fp8-block, not for int8"),
+    ({"format": "int4", "fp8_activations": True}, "--fp8-activations is for fp8 and fp8-block, not for int4"),
     ({"format": "int4", "group": 48}, "--group must be 32, 64, 128, or 0 for all inputs, not 48"),
 ]
 

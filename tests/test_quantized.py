@@ -417,18 +417,75 @@ def test_other_ways_to_say_it(name: str, change: dict[str, Any]) -> None:
     assert found.of("model.layers.0.mlp.up_proj") == RECIPES[name].storage and found.of("lm_head") == DENSE
 
 
-def test_activations_and_caches_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+TOKEN: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+GROUPS_OF_128 = {**TOKEN, "strategy": "group", "group_size": 128}
+FP8_BLOCK = {"strategy": "block", "block_structure": [128, 128]}
+ACTIVATIONS: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
+    ("fp8-channel", {}, TOKEN, True),
+    ("fp8-tensor", {}, TOKEN, True),
+    ("fp8-tensor", {}, {**TOKEN, "strategy": "tensor"}, True),
+    ("fp8-tensor", {}, {"num_bits": 8, "type": "float", "strategy": "tensor"}, True),  # static
+    ("fp8-block", FP8_BLOCK, GROUPS_OF_128, True),
+    ("fp8-block", FP8_BLOCK, TOKEN, True),
+    ("fp8-channel", {}, GROUPS_OF_128, False),  # finer than ours
+    ("fp8-block", FP8_BLOCK, {**GROUPS_OF_128, "group_size": 64}, False),
+    ("fp8-block", {**FP8_BLOCK, "block_structure": [128, 64]}, TOKEN, False),  # no product has such groups
+    ("fp8-channel", {}, {**TOKEN, "type": "int"}, False),
+    ("fp8-channel", {}, {**TOKEN, "symmetric": False}, False),
+    ("fp8-channel", {}, {**GROUPS_OF_128, "num_bits": 4, "strategy": "tensor_group", "dynamic": "local"}, False),
+    ("int8-channel", {}, {**TOKEN, "type": "int"}, False),
+    ("int8-channel", {}, TOKEN, False),
+    ("int4-32", {}, TOKEN, False),
+]  # fmt: skip
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The beginnings of what was logged."""
+    return [" ".join(each.message.split()[:2]) for each in caplog.records if each.name.startswith("ladder")]
+
+
+@pytest.mark.parametrize("name, weights, activations, allowed", ACTIVATIONS)
+def test_activations_that_may_be_fp8(
+    caplog: pytest.LogCaptureFixture, name: str, weights: dict[str, Any], activations: dict[str, Any], allowed: bool
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    settings = json.loads(json.dumps(RECIPES[name].settings))
+    settings["config_groups"]["group_0"]["input_activations"] = activations
+    settings["config_groups"]["group_0"]["weights"] |= weights
+    with caplog.at_level(logging.INFO):
+        found = read_quantization({"quantization_config": settings}).of("model.layers.0.mlp.up_proj")
+    assert found.activations is allowed
+    assert told(caplog) == ["activations become" if allowed else "quantized activations"]
+    assert not RECIPES[name].storage.activations and (weights or found == RECIPES[name].storage)
+
+
+def test_activations_of_fp8_in_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    """As DeepSeek and Qwen publish it: dynamic where nothing is said."""
+    without = {key: value for key, value in RECIPES["deepseek"].settings.items() if key != "activation_scheme"}
+    for changes, allowed in (
+        ({}, True),
+        ({"activation_scheme": "dynamic"}, True),
+        ({"activation_scheme": "static"}, False),
+        ({"activation_scheme": None}, False),
+        ({"weight_block_size": [64, 64]}, False),
+        ({"weight_block_size": [64, 128]}, True),  # inputs come last
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found = read_quantization({"quantization_config": without | changes}).of("model.layers.0.mlp.up_proj")
+        assert found.activations is allowed and found.kind == "fp8"
+        assert told(caplog) == ["activations become" if allowed else "quantized activations"]
+
+
+def test_outputs_and_caches_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("compressed_tensors")
     settings = json.loads(json.dumps(RECIPES["fp8-tensor"].settings))
-    settings["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    settings["config_groups"]["group_0"]["output_activations"] = {**TOKEN, "strategy": "tensor"}
     settings["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     with caplog.at_level(logging.INFO):
-        found = read_quantization({"quantization_config": settings})
-    assert found.of("model.layers.0.mlp.up_proj") == RECIPES["fp8-tensor"].storage
-    assert [record.message.split(":")[0] for record in caplog.records if record.name.startswith("ladder")] == [
-        "quantized activations are ignored",
-        "kv_cache_scheme is ignored",
-    ]
+        found = read_quantization({"quantization_config": settings}).of("model.layers.0.mlp.up_proj")
+    assert found == RECIPES["fp8-tensor"].storage and not found.activations
+    assert told(caplog) == ["quantized output_activations", "kv_cache_scheme is"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -75,7 +75,9 @@ def _draw_codes(weight: Quantized) -> None:
     codes.random_(0, 256)
     if weight.storage.kind == "fp8":
         codes.masked_fill_((codes & 127) == 127, 0)  # these two are no numbers
-    weight.scales.data.uniform_(0.5, 1.5).mul_(STD / SPREAD[weight.storage.kind])
+    scales, alike = weight.scales.data.uniform_(0.5, 1.5).mul_(STD / SPREAD[weight.storage.kind]), weight.rows_alike
+    if alike > 1:
+        scales.copy_(scales[::alike].repeat_interleave(alike, dim=0)[: len(scales)])
     if weight.zeros is not None:
         weight.zeros.data.random_(0, 16)
     if weight.bias is not None:

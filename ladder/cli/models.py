@@ -77,7 +77,15 @@ def quantize(options: QuantizeOptions, calibration: CalibrationOptions) -> None:
     if options.json:
         given = {"model": str(options.model), "out": str(options.out), "format": options.format}
         typer.echo(
-            json.dumps({**given, "group": options.storage.group, "asymmetric": options.asymmetric, **asdict(found)})
+            json.dumps(
+                {
+                    **given,
+                    "group": options.storage.group,
+                    "asymmetric": options.asymmetric,
+                    "fp8_activations": options.fp8_activations,
+                    **asdict(found),
+                }
+            )
         )
     else:
         before, after = (count / 1e9 for count in (found.bytes_before, found.bytes_after))

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from ladder.config.fields import whole_number
 from ladder.errors import LadderError, check_known, install
 
 GROUPS = (32, 64, 128)  # inputs of int4 that share a scale
+FP8_GROUP = 128  # inputs of fp8 activations that share one, where weights have groups
 # what the transformers host can read
 ELSEWHERE = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "aqlm", "vptq", "higgs", "spqr", "bitnet", "mxfp4")
 BY_NAME = {"gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "modelopt": "NVFP4 and others of ModelOpt"}
@@ -29,6 +30,8 @@ class Storage:
     group: int = 0  # inputs that share a scale; 0: all
     rows: int = 1  # outputs that share one; 0: all
     zero: bool = False  # zeros are stored, too
+    # it was made for fp8 activations, whose scales ours are no coarser than; it says nothing of how weights are stored
+    activations: bool = field(default=False, compare=False)
 
     @property
     def unit(self) -> int:
@@ -160,9 +163,12 @@ def _compressed(raw: Mapping[str, Any]) -> Quantization:
     config = _parsed(raw)
     groups = []
     for scheme in config.config_groups.values():
-        groups.append((tuple(scheme.targets), _storage(scheme.weights, scheme.format or config.format)))
-        if scheme.input_activations is not None or scheme.output_activations is not None:
-            logger.info("quantized activations are ignored: products take the weights alone as quantized")
+        storage = _storage(scheme.weights, scheme.format or config.format)
+        if scheme.input_activations is not None:
+            storage = _with_activations(storage, _are_fp8(scheme.input_activations, storage))
+        groups.append((tuple(scheme.targets), storage))
+        if scheme.output_activations is not None:
+            logger.info("quantized output_activations are ignored: products give the model's own dtype")
     if config.kv_cache_scheme is not None:
         logger.info("kv_cache_scheme is ignored: the option cache_dtype says how the cache is stored")
     return Quantization(tuple(dict.fromkeys(groups)), tuple(config.ignore or ()))
@@ -210,6 +216,28 @@ def _storage(args: Any, form: Any) -> Storage:
     return Storage(kind, "compressed", group, int(args.strategy != "tensor"), not args.symmetric)
 
 
+def _are_fp8(args: Any, storage: Storage) -> bool:
+    """Whether compressed-tensors' arguments of activations are those of fp8 whose scales are as coarse as ours or
+    coarser: one for a row, or for each of the groups of the weights. Static ones are one for all rows.
+    """
+    fp8 = args.num_bits == 8 and str(args.type) == "float" and args.symmetric and isinstance(args.dynamic, bool)
+    groups = args.strategy == "group" and args.group_size == storage.group == FP8_GROUP
+    return fp8 and (groups or args.strategy in ("tensor", "token"))
+
+
+def _with_activations(storage: Storage, allowed: bool) -> Storage:
+    """For fp8 activations, where the checkpoint allows it and there is a product for it."""
+    allowed = allowed and storage.kind == "fp8" and storage.group in (0, FP8_GROUP)
+    if allowed:
+        logger.info(
+            "activations become fp8, too, where a GPU has such products, the model is bfloat16 and many rows are "
+            "multiplied at once, as in prompts; elsewhere they stay as they are"
+        )
+    else:
+        logger.info("quantized activations are ignored: products take the weights alone as quantized")
+    return replace(storage, activations=allowed)
+
+
 _GROUPS = f"groups must be of {', '.join(map(str, GROUPS))} or all inputs"
 
 
@@ -231,12 +259,10 @@ def _fp8(raw: Mapping[str, Any]) -> Quantization:
         raise _refused(f"fp8, weight_block_size {str(block)[:80]}", ": two numbers are needed, as in [128, 128]")
     if raw.get("fmt", "e4m3") != "e4m3":
         raise _refused(f"fp8, fmt {str(raw['fmt'])[:80]}", ": only e4m3 is read")
-    logger.info("quantized activations are ignored: products take the weights alone as quantized")
+    dynamic = raw.get("activation_scheme", "dynamic") == "dynamic"
+    storage = _with_activations(Storage("fp8", "fp8", block[1], block[0]), dynamic)
     skipped = raw.get("modules_to_not_convert")
-    return Quantization(
-        ((("Linear",), Storage("fp8", "fp8", block[1], block[0])),),
-        _inside(HEADS if skipped is None else skipped),
-    )
+    return Quantization(((("Linear",), storage),), _inside(HEADS if skipped is None else skipped))
 
 
 def _awq(raw: Mapping[str, Any]) -> Quantization:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ladder.devices import converts_fp8
 from ladder.errors import LadderError
 from ladder.jit import triton
 from ladder.kernels.activation import activate_rows
@@ -17,8 +17,10 @@ from ladder.kernels.embed import embed, embed_reference
 from ladder.kernels.experts.products import expert_down, expert_up
 from ladder.kernels.experts.router import route
 from ladder.kernels.gemv import gemv, projected
+from ladder.kernels.library import library_product
 from ladder.kernels.norm import add_norm, add_norm_reference
 from ladder.kernels.quantized.dequantize import dequantize
+from ladder.kernels.quantized.fp8 import takes_fp8
 from ladder.kernels.sampling.adjust import adjust, adjust_reference, note, note_reference
 from ladder.kernels.sampling.argmax import argmax, argmax_reference, choose, choose_reference
 from ladder.kernels.sampling.candidates import (
@@ -84,8 +86,8 @@ class References:
         """scale (x W^T + bias) + plus / divisor."""
         return projected(x, weight, None, False, plus, divisor, scale)
 
-    def library_matrix(self, weight: Weight) -> Tensor | None:
-        """The matrix for the library's products; None: they are the weight's own."""
+    def library_matrix(self, x: Tensor, weight: Weight) -> Tensor | Packed | None:
+        """What `library_product` multiplies x by."""
         return weight.dense
 
     def attend_prompts(
@@ -118,9 +120,11 @@ class Kernels:
         flags: bool = False,
         chip_pdl: bool | None = None,
         shared: int = SHARED,
+        fp8: bool = False,
     ) -> None:
         self.table = table
         self.shared = shared  # bytes of a multiprocessor for what a program has under way
+        self.fp8 = fp8  # the chip has products of fp8 numbers
         self.chip_pdl = pdl if chip_pdl is None else chip_pdl
         self.lanes = lanes  # that kernels run on at the same time
         self.flags = flags and lanes > 1  # and some of them poll the flags of all-reduces
@@ -141,13 +145,15 @@ class Kernels:
         chip = torch.cuda.get_device_properties(device)
         pdl = torch.version.hip is None and (chip.major, chip.minor) >= (9, 0)
         shared = getattr(chip, "shared_memory_per_block_optin", chip.shared_memory_per_block) - OTHER
-        return cls(table, pdl, chip.multi_processor_count, shared=shared)
+        fp8 = torch.version.hip is None and converts_fp8(device)
+        return cls(table, pdl, chip.multi_processor_count, shared=shared, fp8=fp8)
 
     def scheduled(self, lanes: int, pdl: bool, flags: bool) -> "Kernels":
         """The same for kernels of so many lanes, with programmatic launch where the chip has it and `pdl` says so.
         `flags`: of all-reduces, which kernels poll.
         """
-        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, flags, self.chip_pdl, self.shared)
+        own = (self.chip_pdl, self.shared, self.fp8)
+        return Kernels(self.table, self.chip_pdl and pdl, self.cores, lanes, flags, *own)
 
     embed = staticmethod(embed)
     rotate_write = staticmethod(rotate_write)
@@ -213,7 +219,7 @@ class Kernels:
         if dtype is not None and dtype != x.dtype and isinstance(matrix, Tensor) and config is None:  # the head
             return torch.mm(x, matrix.t(), out_dtype=dtype).unsqueeze(0)
         if matrix is None or not isinstance(config, SmallGemm):
-            y = library_product(self, x, weight)
+            y = library_product(x, weight, self.library_matrix(x, weight))
             if activation is None:
                 y = y if scale == 1 else y * scale
                 y = y if plus is None else y + plus / divisor
@@ -227,10 +233,12 @@ class Kernels:
         small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl)
         return out
 
-    def library_matrix(self, weight: Weight) -> Tensor | None:
-        """A matrix that is quantized is dequantized."""
-        packed = weight.packed if weight.dense is None else None
-        return weight.dense if packed is None else dequantize(packed, weight.dtype)
+    def library_matrix(self, x: Tensor, weight: Weight) -> Tensor | Packed | None:
+        """A matrix that is quantized is dequantized, unless x is quantized, too."""
+        matrix = _matrix(weight)
+        if not isinstance(matrix, Packed) or (self.fp8 and takes_fp8(x, matrix)):
+            return matrix
+        return dequantize(matrix, weight.dtype)
 
     def attend(
         self, qkv: Tensor, block: Attention, metadata: Metadata, keys: Tensor, values: Tensor, out: Tensor | None = None
@@ -291,12 +299,6 @@ class Kernels:
 
 
 Launch = References | Kernels
-
-
-def library_product(launch: Launch, x: Tensor, weight: Weight) -> Tensor:
-    """x W^T + bias, for any number of rows."""
-    matrix = launch.library_matrix(weight)
-    return weight.multiply(x) if matrix is None else F.linear(x, matrix, weight.bias)
 
 
 def _matrix(weight: Weight) -> Tensor | Packed | None:

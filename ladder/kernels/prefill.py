@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.kernels.decode import FusedReader
-from ladder.kernels.launch import Launch, library_product
+from ladder.kernels.launch import Launch
+from ladder.kernels.library import library_product
 from ladder.lanes import Lanes
 from ladder.layers.activation import activate
 from ladder.layers.attention import Attention
@@ -40,7 +41,8 @@ class Prefill(FusedReader):
         self, stream: ResidualStream, lag: int, norm: Norm | None, weight: Weight, kind: str,
         activation: str | None = None, gated: bool = False,
     ) -> Tensor:  # fmt: skip
-        y = library_product(self.launch, self.norm(stream, lag, norm), weight)
+        x = self.norm(stream, lag, norm)
+        y = library_product(x, weight, self.launch.library_matrix(x, weight))
         return y if activation is None else self.launch.activate(y, activation, gated)
 
     def norm_project_both(
@@ -75,21 +77,16 @@ class Prefill(FusedReader):
         def whole(plus: Tensor | None, divisor: int) -> Tensor | Iterator[Tensor]:
             if out is Out.REDUCE and plus is None and post is None and len(x) >= WORTH_CUTTING and self._size > 1:
                 return self._pieces(x, weight, scale)
-            y = library_product(self.launch, x, weight)
+            y = library_product(x, weight, self.launch.library_matrix(x, weight))
             y = y if scale == 1 else y * scale
             return y if plus is None else (plus / divisor + y if divisor > 1 else plus + y)
 
         stream.write(whole, out, self.post(post))
 
     def _pieces(self, x: Tensor, weight: Weight, scale: float) -> Iterator[Tensor]:
-        target, matrix = x.new_empty(len(x), weight.outputs), self.launch.library_matrix(weight)
+        target, matrix = x.new_empty(len(x), weight.outputs), self.launch.library_matrix(x, weight)
         for part, here in zip(x.chunk(PIECES), target.chunk(PIECES), strict=True):
-            if matrix is None:
-                here.copy_(weight.multiply(part))
-            else:
-                torch.mm(part, matrix.t(), out=here)
-                if weight.bias is not None:
-                    here.add_(weight.bias)
+            library_product(part, weight, matrix, here)
             yield here if scale == 1 else here.mul_(scale)
 
     def head(self, stream: ResidualStream, norm: Norm, head: Head, last: Tensor | None) -> Tensor:

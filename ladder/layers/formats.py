@@ -54,15 +54,18 @@ def new_weight(
     """A matrix as its checkpoint stores it, not yet filled."""
     pieces = _joined(pieces)
     stored: dict[Storage, str] = {}
+    activations = True
     for each in pieces:
-        stored.setdefault(weights.of(each.name, "Conv1D" if each.transposed else "Linear"), each.name)
+        found = weights.of(each.name, "Conv1D" if each.transposed else "Linear")
+        stored.setdefault(found, each.name)
+        activations = activations and found.activations
     if len(stored) > 1:
         (one, name), (other, another) = list(stored.items())[:2]
         raise LadderError(f"{name} is stored as {one}, {another} as {other}: they are one matrix here, of one format")
     storage = next(iter(stored), DENSE)
     if storage == DENSE:
         return Dense(outputs, inputs, bias, dtype, pieces, groups)
-    return Quantized(storage, outputs, inputs, bias, dtype, pieces, groups)
+    return Quantized(replace(storage, activations=activations), outputs, inputs, bias, dtype, pieces, groups)
 
 
 def lay_together(one: StoredWeight, other: StoredWeight) -> bool:

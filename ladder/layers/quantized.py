@@ -99,7 +99,15 @@ class Quantized(StoredWeight):
             return None
         group = self.storage.group if self.scales.shape[1] > 1 else self.inputs
         zeros = None if self.zeros is None else self.zeros.data
-        return Packed(self.codes.data, self.scales.data, zeros, 4 if self.storage.kind == "int4" else 8, group)
+        bits = 4 if self.storage.kind == "int4" else 8
+        return Packed(self.codes.data, self.scales.data, zeros, bits, group, self.storage.activations, self.rows_alike)
+
+    @property
+    def rows_alike(self) -> int:
+        """Outputs that share their scales: those of a block, where every piece begins with a whole one."""
+        starts = [start for piece in self.pieces for start in (piece.at, piece.rows.start)]
+        alike = self.storage.rows > 1 and starts and not any(start % self.storage.rows for start in starts)
+        return self.storage.rows if alike else 1
 
     def shards(self) -> Iterator[Shard]:
         for piece in self.pieces:

@@ -25,6 +25,8 @@ class Packed:
     zeros: Tensor | None  # [outputs, groups] of 4 bits; None: 8 of those, 0 of others
     bits: int  # 8 or 4
     group: int  # inputs that share a scale
+    activations: bool = False  # products may take fp8 activations
+    rows: int = 1  # outputs that share their scales: so many from the first on, the next as many, ...
 
     @property
     def inputs(self) -> int:

@@ -25,6 +25,9 @@ class QuantizeOptions:
         None, "Of int4: inputs that share a scale, 32, 64 or 128; 0: all of an output; default: 128."
     )
     asymmetric: bool = option(False, "Of int4: each group has a zero point, too.")
+    fp8_activations: bool = option(
+        False, "Of fp8 and fp8-block: products of many rows, as of prompts, may take activations in fp8, too."
+    )
     json: bool = option(False, "One JSON line with sizes, time and error instead of the text.")
 
     def __post_init__(self) -> None:
@@ -33,13 +36,16 @@ class QuantizeOptions:
         for name in ("group", "asymmetric"):
             if self.format != "int4" and getattr(self, name) not in (None, False):
                 raise LadderError(f"--{name} is for int4, not for {self.format}")
+        if self.fp8_activations and FORMATS[self.format].kind != "fp8":
+            raise LadderError(f"--fp8-activations is for fp8 and fp8-block, not for {self.format}")
         if self.group not in (None, 0, *GROUPS):
             raise LadderError(f"--group must be {', '.join(map(str, GROUPS))}, or 0 for all inputs, not {self.group}")
 
     @property
     def storage(self) -> Storage:
         found = FORMATS[self.format]
-        return replace(found, group=found.group if self.group is None else self.group, zero=self.asymmetric)
+        group = found.group if self.group is None else self.group
+        return replace(found, group=group, zero=self.asymmetric, activations=self.fp8_activations)
 
 
 @dataclass(frozen=True)

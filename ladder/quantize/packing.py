@@ -55,7 +55,11 @@ def settings(storage: Storage, ignore: list[str]) -> dict[str, Any]:
         weights |= {"strategy": "block", "block_structure": [storage.rows, storage.group]}
     elif storage.group:
         weights |= {"strategy": "group", "group_size": storage.group}
-    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    activations: dict[str, Any] | None = None
+    if storage.activations:
+        activations = {"num_bits": 8, "symmetric": True, "type": "float", "dynamic": True, "strategy": "token"}
+        activations |= {"strategy": "group", "group_size": storage.group} if storage.group else {}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     form = FORMATS[storage.kind]
     return {
         "quant_method": "compressed-tensors",

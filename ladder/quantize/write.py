@@ -106,9 +106,8 @@ def quantize(
             ignore.append(rf"re:.*\.{re.escape(config.names.router)}$")
         write_json(folder / "config.json", {**plain, "quantization_config": settings(storage, ignore)})
         how = "rounding to the nearest code" if rounder is None else str(rounder)
-        card = quantized_card(
-            options.model.resolve().name, out.name, config.family, wiring, str(storage), error.relative, how
-        )
+        form = f"{storage}, for fp8 activations" if storage.activations else str(storage)
+        card = quantized_card(options.model.resolve().name, out.name, config.family, wiring, form, error.relative, how)
         write_text(folder / "README.md", card)
         if out.exists():
             out.rmdir()  # empty, as was seen
