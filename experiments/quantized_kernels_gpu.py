@@ -1,12 +1,13 @@
-"""One row times a weight: how fast its bytes are read in every format; and many rows, on one GPU.
+"""One row, a few and many rows times a weight, in every format, on one GPU.
 
 python -m experiments.quantized_kernels_gpu [SHAPE ...] > results/quantized_kernels_h200.jsonl
 python -m experiments.quantized_kernels_gpu prefill [SHAPE ...]    # many rows alone
 
-A JSON line for every shape and format, also with one program on a multiprocessor (`alone`): how far the result is from
-float64 (relative, in norm, the output full of NaN before), and microseconds of a launch among many that follow each
-other in a CUDA graph, over copies of the weight that no cache holds. `fixed` is the same of a weight of 256 rows: what
-a kernel costs beside its streaming. A short table ends it. Everything is compiled first, by many processes.
+A JSON line for every shape, format and number of rows: how far the result is from float64 (relative, in norm, the output
+full of NaN before), and microseconds of a launch among many that follow each other in a CUDA graph, over copies of the
+weight that no cache holds. One row is normalized by the same kernel, a few are without a norm. `fixed` is one row times
+a weight of 256 rows: what a kernel costs beside its streaming. A short table ends it. Everything is compiled first, by
+many processes.
 
 Lines of the measure `prefill` are of many rows times the weights of 8B: milliseconds, in the same way, of the library's
 product in bf16, of one that dequantizes first, and of fp8 times fp8 with the rows' own rounding (`rows_ms` of that);
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ from ladder.config import ModelConfig
 from ladder.kernels.gemv import gemv
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.quantized.fp8 import GROUP, fp8_product, quantize_rows
+from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import Gemv, Shape, Table
+from ladder.kernels.table import Gemv, Shape, SmallGemm, Table
 from ladder.layers.activation import activate
 from ladder.layers.norm import Norm
 from ladder.layers.weight import Packed
@@ -50,6 +52,7 @@ SHAPES = {  # outputs, inputs, gate and up, behind a norm
     "70b-gate_up": (3584, 8192, True, True),
     "70b-down": (8192, 3584, False, False),
 }
+ROWS = (1, 4, 16, 64)
 PROMPTS = (512, 2048, 8192)  # rows
 PROMPT_SHAPES = {name: (n * (1 + pair), k) for name, (n, k, pair, _) in SHAPES.items() if name.startswith("8b")}
 COPIES = 4  # of a prompt's weight: together more than any cache holds
@@ -60,15 +63,16 @@ COMPARED = 128  # rows that are compared with float64
 class Case:
     name: str
     kind: str  # bf16, fp8 or int4
-    alone: bool = False  # one program on a multiprocessor, so that the next kernel's fit beside
+    rows: int  # of activations
 
-    def table_config(self) -> Gemv:
+    def table_config(self) -> Gemv | SmallGemm:
         outputs, inputs, pair, normed = SHAPES[self.name]
         bits, group = {"bf16": (0, 0), "fp8": (8, 0), "int4": (4, 128)}[self.kind]
         kernel = ("gate_up" if pair else "qkv") if normed else "row"
-        config = Table.of(torch.cuda.get_device_name())[Shape(kernel, 1, outputs, inputs, pair, bits=bits, group=group)]
-        assert isinstance(config, Gemv)
-        return replace(config, programs=132, stages=config.stages + 1) if self.alone else config
+        shape = Shape(kernel, self.rows, outputs, inputs, pair, bits=bits, group=group)
+        config = Table.of(torch.cuda.get_device_name())[shape]
+        assert isinstance(config, Gemv | SmallGemm)
+        return config
 
 
 class Run:
@@ -84,14 +88,17 @@ class Run:
         self.weights: list[Tensor | Packed] = []
         for _ in range(copies or max(2, -(-ROOM // size))):
             self._add(all_rows, inputs)
-        self.x = torch.randn(1, inputs, dtype=torch.bfloat16, device="cuda")
+        count, self.config = case.rows, case.table_config()
+        self.x = torch.randn(count, inputs, dtype=torch.bfloat16, device="cuda")
         self.norm = None
-        if normed:
+        if normed and count == 1:
             config = ModelConfig(16, 1, 2, 2, 16, 16)
             self.norm = Norm("norm", inputs, config, torch.bfloat16).cuda()
             self.norm.weight.data = torch.rand(inputs, device="cuda").to(torch.bfloat16) + 0.5
-        self.plus = None if normed else torch.randn(1, self.outputs, dtype=torch.bfloat16, device="cuda")
-        self.out = torch.full((1, self.outputs), float("nan"), dtype=torch.bfloat16, device="cuda")
+        self.plus = None if normed else torch.randn(count, self.outputs, dtype=torch.bfloat16, device="cuda")
+        splits = self.config.splits if isinstance(self.config, SmallGemm) else 1
+        kind = torch.float32 if splits > 1 else torch.bfloat16
+        self.out = torch.full((splits, count, self.outputs), float("nan"), dtype=kind, device="cuda")
 
     def _add(self, rows: int, inputs: int) -> None:
         width = inputs**0.5
@@ -111,10 +118,11 @@ class Run:
     def launch(self, turn: int) -> None:
         at = turn % len(self.weights)
         weight, activation = self.weights[at], "silu" if self.pair else None
-        gemv(
-            Source(self.x), self.norm, weight, None, activation, self.pair, self.plus, 4, 1.0, self.out,
-            self.case.table_config(), True,
-        )  # fmt: skip
+        end = (activation, self.pair, self.plus, 4, 1.0)
+        if isinstance(self.config, SmallGemm):
+            small_gemm(self.x, weight, None, *end, self.out, self.config, True)
+        else:
+            gemv(Source(self.x), self.norm, weight, None, *end, self.out[0], self.config, True)
 
     def expected(self) -> Tensor:
         weight = self.weights[0]
@@ -139,7 +147,7 @@ class Run:
             self.out.fill_(float("nan"))
             self.launch(0)
             expected = self.expected()
-            worst = max(worst, float((self.out.double() - expected).norm() / expected.norm()))
+            worst = max(worst, float((self.out.double().sum(0) - expected).norm() / expected.norm()))
             if worst != worst:
                 return float("nan")
         return worst
@@ -233,8 +241,7 @@ def prefill(only: list[str]) -> None:
 def cases(only: list[str]) -> list[Case]:
     found = []
     for name in only or SHAPES:
-        found += [Case(name, kind) for kind in ("bf16", "fp8", "int4")]
-        found += [Case(name, kind, alone=True) for kind in ("fp8", "int4")]
+        found += [Case(name, kind, rows) for rows in ROWS for kind in ("bf16", "fp8", "int4")]
     return found
 
 
@@ -243,7 +250,7 @@ def compile_one(case: Case) -> str:
     try:
         with torch.inference_mode():
             Run(case, copies=1).launch(0)
-            if not case.alone:
+            if case.rows == 1:
                 Run(case, FEW, 1).launch(0)
             torch.cuda.synchronize()
     except Exception as error:  # of any kind: the other cases go on
@@ -251,18 +258,14 @@ def compile_one(case: Case) -> str:
     return ""
 
 
-def one_row(only: list[str]) -> None:
+def few_rows(only: list[str]) -> None:
     begun, every = time.monotonic(), cases(only)
     with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
         wrong = dict(zip(every, pool.map(compile_one, every), strict=True))
     compiled = time.monotonic() - begun
     table, stamp = list[str](), machine(torch.device("cuda", 0))
     for case in every:
-        line: dict[str, Any] = {
-            "shape": case.name,
-            "weights": case.kind,
-            "alone": case.alone,
-        }
+        line: dict[str, Any] = {"shape": case.name, "weights": case.kind, "rows": case.rows}
         if wrong[case]:
             line["wrong"] = wrong[case]
         else:
@@ -270,10 +273,10 @@ def one_row(only: list[str]) -> None:
             us = run.microseconds()
             line |= {"error": float(f"{run.error():.1e}"), "us": round(us, 2)}
             line |= {"tb_s": round(run.size / us / 1e6, 2), "at_4.6": round(run.size / 4.6e6, 2)}
-            if not case.alone:
+            if case.rows == 1:
                 line["fixed_us"] = round(Run(case, FEW, 64).microseconds(), 2)
-        print(json.dumps({"measure": "gemv", **line, **stamp}), flush=True)
-        keys = ("shape", "weights", "alone", "us", "at_4.6", "tb_s", "fixed_us", "error", "wrong")
+        print(json.dumps({"measure": "gemv" if case.rows == 1 else "small_gemm", **line, **stamp}), flush=True)
+        keys = ("shape", "weights", "rows", "us", "at_4.6", "tb_s", "fixed_us", "error", "wrong")
         table.append("  ".join(f"{line.get(key, '')!s:>12}" for key in keys))
     print(f"compiled in {compiled:.0f} s, all in {time.monotonic() - begun:.0f} s", *table, sep="\n", file=sys.stderr)
 
@@ -282,7 +285,7 @@ def main(given: list[str]) -> None:
     names = [name for name in given if name != "prefill"]
     with torch.inference_mode():
         if "prefill" not in given:
-            one_row(names)
+            few_rows(names)
         prefill([name for name in names or SHAPES if name in PROMPT_SHAPES])
 
 
