@@ -5,9 +5,9 @@ python -m experiments.quantized_kernels_gpu prefill [SHAPE ...]    # many rows a
 
 A JSON line for every shape, format and number of rows: how far the result is from float64 (relative, in norm, the
 output full of NaN before), and microseconds of a launch among many that follow each other in a CUDA graph, over copies
-of the weight that no cache holds. One row is normalized by the same kernel, a few are without a norm. `fixed` is one row
-times a weight of 256 rows: what a kernel costs beside its streaming. A short table ends it. Everything is compiled
-first, by many processes.
+of a weight that no cache holds. One row is normalized by the same kernel, a few have no norm. `fixed` is one row times
+a weight of 256 rows: what a kernel costs beside its streaming. A short table ends it. Everything is compiled first, by
+many processes.
 
 Lines of the measure `prefill` are of many rows times the weights of 8B: milliseconds, in the same way, of the library's
 product in bf16, of one that dequantizes first, and of fp8 times fp8 with the rows' own rounding (`rows_ms` of that);
