@@ -60,13 +60,13 @@ def marked(draw: Draw, storage: Storage, outputs: int, inputs: int, bias: bool |
 
 
 def emulated(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes, and scales [groups, rows]."""
-    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group if group else 0))
+    """Codes, and scales [groups, rows]; computed on the CPU, which divides by numbers as it is told to."""
+    wide = torch.nn.functional.pad(x.float().cpu(), (0, -x.shape[1] % group if group else 0))
     parts = wide.unflatten(1, (-1, group or wide.shape[1]))
     most = parts.abs().amax(2, keepdim=True).clamp_min(1e-30)
     each = torch.full_like(most, 448) / most  # a number divided by a tensor is two roundings in torch
     codes = (parts * each).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, : x.shape[1]], (most / 448).squeeze(2).t()
+    return codes.flatten(1)[:, : x.shape[1]].to(x.device), (most / 448).squeeze(2).t().to(x.device)
 
 
 def meaning(x: Tensor, group: int) -> Tensor:

@@ -366,12 +366,12 @@ from ladder.kernels.gemv import _gemv
 from ladder.kernels.quantized.gemv import quantized_gemv
 from ladder.kernels.quantized.small_gemm import quantized_small_gemm
 
-def built(kernel, fixed, kinds):
+def built(kernel, fixed, kinds, warps=4):
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
     return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
-                   options={"num_warps": 4, "launch_pdl": True}).asm
+                   options={"num_warps": warps, "launch_pdl": True}).asm
 
 def groups(plus, kind):
     kernel = _gemv if kind == "bf16" else quantized_gemv
@@ -384,7 +384,7 @@ def groups(plus, kind):
     else:
         fixed |= {"BITS": 8, "WIDTH": 1024, "DEEP": 2, "LANES": 32, "SHARE": 8, "STEP": 8, "DIGITS": 0}
     if kernel is quantized_gemv:
-        fixed |= {"ZEROS": False, "ASM": True, "WHOLE": True}
+        fixed |= {"ZEROS": False, "ASM": True, "WHOLE": True, "FOURS": True}
     kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
     kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32", "weight": "*" + kind}
     made = built(kernel, fixed, kinds)
@@ -398,17 +398,41 @@ for kind in ("bf16", "fp8e4nv", "i32"):
     without, with_plus = groups(0, kind), groups(1, kind)
     assert without == with_plus > 1, (kind, without, with_plus)
 
-for bits, group, floating in ((4, 128, False), (8, 0, True)):
-    fixed = {"K": 1024, "MB": 16, "BN": 64, "BK": 128, "SPLITS": 1, "PAIR": False, "ACT": 0, "BIAS": False}
+for bits, group, floating, rows in ((4, 128, False, 16), (4, 128, False, 64), (8, 0, True, 16), (8, 0, True, 64)):
+    slices = 4 if rows == 16 else 1
+    fixed = {"K": 1024, "MB": rows, "BN": 64, "BK": 128, "SPLITS": 1, "PAIR": False, "ACT": 0, "BIAS": False}
     fixed |= {"PLUS": False, "ALPHA": False, "STAGES": 4, "IEEE": False, "PDL": True, "ZEROS": False, "ASM": True}
-    fixed |= {"BITS": bits, "GROUP": group, "FP8": floating, "WARPS": 4, "RUN": 16}
+    fixed |= {"BITS": bits, "GROUP": group, "FP8": floating, "SLICES": slices}
     kinds = {"weight": "*i8", "zeros": "*u8", "M": "i32", "N": "i32", "scale": "fp32", "alpha": "fp32"}
     made = built(quantized_small_gemm, fixed, kinds)
-    # each warp has its own columns; numbers are made from bytes by the threads that multiply them
-    assert "warpsPerCTA = [4, 1, 1]" in made["ttgir"] and "mma" in made["ptx"] and "cp.async" in made["ptx"], bits
-    (loop,) = [part for part in made["ttgir"].split("scf.for")[1:] if "tt.dot" in part]
+    # numbers are made from bytes by the threads that multiply them
+    spread = "warpsPerCTA = [4, 1, 1]" if slices > 1 else "versionMajor = 3"
+    assert spread in made["ttgir"] and "mma" in made["ptx"] and "cp.async" in made["ptx"], (bits, rows)
+    (loop,) = [part for part in made["ttgir"].split("scf.for")[1:] if "_dot " in part or "tt.dot " in part]
     loop = loop.split("scf.yield")[0]
-    assert "tt.dot" in loop and "ttg.convert_layout" not in loop and "ttg.local_store" not in loop, bits
+    moved = [line for line in loop.splitlines() if "ttg.convert_layout" in line or "ttg.local_store" in line]
+    assert not any(kind in line for line in moved for kind in ("i8", "x128xbf16")), (bits, rows, moved)
+
+# where a thread is said to have four neighbouring inputs it has
+for inputs, bits, warps in ((1024, 8, 8), (2048, 4, 4), (4096, 4, 8), (14336, 4, 8), (2048, 8, 16)):
+    chunks = inputs * bits // 128
+    padded = 1 << (chunks - 1).bit_length()
+    deep = max(1, min(2, padded // 32))
+    fixed = {"K": inputs, "BN": 8, "TILES": 4, "SUMS": 0, "FLAGS": 0, "DRIFTS": 0, "NORM": 0, "PAIR": 0, "OFFSET": 0}
+    fixed |= {"ACT": 0, "ALPHA": 0, "BIAS": 0, "PLUS": 0, "STAGES": 3, "PDL": True, "BITS": bits, "FOURS": True}
+    fixed |= {"WIDTH": inputs * bits // 32, "DEEP": deep, "LANES": padded // deep, "SHARE": 0, "STEP": 4, "DIGITS": 2}
+    fixed |= {"ZEROS": False, "ASM": True, "WHOLE": True}
+    kinds = {"flag1": "*i32", "flag2": "*i32", "need": "i32", "N": "i32", "GROUPS": "i32", "zeros": "*u8"}
+    kinds |= {"eps": "fp32", "scale": "fp32", "alpha": "fp32", "weight": "*i32"}
+    assert 4 * padded >= 32 * warps
+    text = built(quantized_gemv, fixed, kinds, warps)["ttgir"]
+    lines = [line for line in text.splitlines() if "elementwise_inline_asm" in line and "0x5140" in line]
+    assert lines
+    for line in lines:
+        (name,) = set(re.findall(r"x4xi32, (#\\w+)>", line))
+        (layout,) = [each for each in text.splitlines() if each.startswith(name + " =")]
+        alone = re.search(r"register = \\[\\[0, 0, 0, 1\\], \\[0, 0, 0, 2\\]", layout)
+        assert alone or re.search(r"sizePerThread = \\[\\d+, \\d+, \\d+, 4\\]", layout), (inputs, bits, layout)
 """
 
 

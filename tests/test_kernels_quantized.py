@@ -301,7 +301,8 @@ def test_the_instructions_for_an_operand(kind: str) -> None:
 def test_small_gemm(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     draw = Draw(seed, dtype)
     splits = draw.pick(1, 2)
-    rows, width = draw.pick(2, 3, 16, 33, 64), (storage.group or 32) * splits * draw.pick(1, 2, 3)
+    rows = draw.pick(2, 3, 16) if seed == SEEDS[0] else draw.pick(17, 33, 64)  # by either way
+    width = (storage.group or 32) * splits * draw.pick(1, 2, 3)
     outputs = draw.pick(16, 50, 136)
     activation, pair, divisor, alpha = some_product(draw, splits)
     x, weight = draw(rows, width), some_quantized(draw, storage, outputs * (1 + pair), width)

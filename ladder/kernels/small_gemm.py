@@ -9,10 +9,8 @@ from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, let_others_start, product, wait_for_others, write_products
 from ladder.kernels.quantized.codes import code_arguments
 from ladder.kernels.quantized.small_gemm import quantized_small_gemm
-from ladder.kernels.table import SmallGemm
-from ladder.layers.weight import RUN, Packed
-
-MOST_AT_ONCE = 32  # rows of activations that a program of a quantized weight has: more do not fit into registers
+from ladder.kernels.table import SLICED, SmallGemm
+from ladder.layers.weight import Packed
 
 
 @triton.jit
@@ -47,7 +45,7 @@ def _small_gemm(x, weight, bias, plus, out, scale, alpha, M, N, K: tl.constexpr,
         xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
         w = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
         y = product(w, xs, y, IEEE)
-    write_products(y, bias, plus, out, scale, alpha, tile, split, 0, M, N, PAIR, ACT, BIAS, PLUS, ALPHA)
+    write_products(y, bias, plus, out, scale, alpha, tile, split, M, N, PAIR, ACT, BIAS, PLUS, ALPHA)
 
 
 def small_gemm(
@@ -85,7 +83,7 @@ def small_gemm(
         return
     codes, scales, zeros, _, form = code_arguments(weight)
     codes = codes if weight.bits == 4 else codes.view(torch.int8)
-    block, depth = min(MOST_AT_ONCE, max(8, padded)), min(config.depth, form["GROUP"] or config.depth)
-    quantized_small_gemm[tiles, splits, -(-rows // block)](
-        x, codes, scales, zeros, *ending, MB=block, BK=depth, WARPS=config.warps, RUN=RUN, **form, **modes
+    depth, slices = min(config.depth, form["GROUP"] or config.depth), config.warps if rows <= SLICED else 1
+    quantized_small_gemm[tiles, splits](
+        x, codes, scales, zeros, *ending, MB=max(8, padded), BK=depth, SLICES=slices, **form, **modes
     )

@@ -90,7 +90,8 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
                    ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr,
                    STAGES: tl.constexpr, PDL: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
                    ASM: tl.constexpr, WHOLE: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr,
-                   SHARE: tl.constexpr, STEP: tl.constexpr, DIGITS: tl.constexpr):  # fmt: skip
+                   SHARE: tl.constexpr, STEP: tl.constexpr, DIGITS: tl.constexpr,
+                   FOURS: tl.constexpr):  # fmt: skip
     """`gemv` of a weight of WIDTH stored numbers a row: fp8 where DIGITS is 0, else words of four bytes of integers."""
     per: tl.constexpr = 16 if DIGITS == 0 else 4  # stored numbers of a chunk
     inputs: tl.constexpr = 128 // BITS
@@ -141,9 +142,9 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
                 high = x
             if DIGITS > 0:
                 step = row_steps(x, high, STEP, DIGITS)
-                l0, l1, l2, steps = row_digits(x, step, DIGITS, ASM)
+                l0, l1, l2, steps = row_digits(x, step, DIGITS, ASM and FOURS)
                 if BITS == 4:
-                    h0, h1, h2, more_steps = row_digits(high, step, DIGITS, ASM)
+                    h0, h1, h2, more_steps = row_digits(high, step, DIGITS, ASM and FOURS)
                     total = (steps + more_steps).to(tl.float32)
             let_others_start(PDL)
         if PLUS:  # a tile ahead, too, from the first one's turn on
@@ -184,5 +185,6 @@ def chunked(weight: Packed, config: Gemv, dtype: torch.dtype, padded: int) -> di
     return {
         "DEEP": deep, "LANES": chunks // deep, "SHARE": share, "WHOLE": aligned and chunks * config.rows >= threads,
         "STEP": min(chunks // deep, share or INPUTS * weight.bits // 8 // CHUNK),
+        "FOURS": 4 * chunks >= threads,  # a thread has four neighbouring inputs
         "DIGITS": 0 if weight.codes.dtype is torch.float8_e4m3fn else digits(dtype),
     }  # fmt: skip
