@@ -17,18 +17,25 @@ from triton.compiler import ASTSource, compile
 
 from ladder.bench.machine import machine
 from ladder.kernels.quantized.small_gemm import quantized_small_gemm
-from ladder.kernels.table import SLICED, Shape, SmallGemm, rule
+from ladder.kernels.small_gemm import ACCUMULATORS
+from ladder.kernels.table import Shape, SmallGemm, rule
+from ladder.layers.weight import RUN
 
 OUTPUTS, INPUTS = 4096, 14336
 FORMATS = {"int4": (4, 128), "fp8": (8, 0)}  # bits and inputs that share a scale, 0: all
 
 
+def block_of(rows: int, group: int, config: SmallGemm) -> int:
+    """Rows of activations that a program has; of all of them another one has the weight's numbers anew."""
+    return min(rows, 32 * ACCUMULATORS // config.rows // (1 + (group > 0)))
+
+
 def compiled(bits: int, group: int, rows: int, config: SmallGemm) -> str:
     """The machine code."""
-    fixed: dict[str, Any] = {"K": INPUTS, "MB": rows, "BN": config.rows, "BK": config.depth}
+    fixed: dict[str, Any] = {"K": INPUTS, "MB": block_of(rows, group, config), "BN": config.rows, "BK": config.depth}
     fixed |= {"SPLITS": config.splits, "PAIR": False, "ACT": 0, "BIAS": False, "PLUS": False, "ALPHA": False}
     fixed |= {"STAGES": config.stages, "IEEE": False, "PDL": True, "BITS": bits, "GROUP": group, "ZEROS": False}
-    fixed |= {"FP8": bits == 8, "ASM": True, "SLICES": config.warps if rows <= SLICED else 1}
+    fixed |= {"FP8": bits == 8, "ASM": True, "SLICES": config.warps, "RUN": RUN}
     kinds = {"weight": "*u8" if bits == 4 else "*i8", "zeros": "*u8", "M": "i32", "N": "i32", "scale": "fp32"}
     kinds |= {"alpha": "fp32", "out": "*fp32" if config.splits > 1 else "*bf16"}
     kinds |= {"scales": "*fp32" if bits == 8 else "*bf16"}
@@ -42,7 +49,7 @@ def compiled(bits: int, group: int, rows: int, config: SmallGemm) -> str:
     return str(made.asm["sass"])
 
 
-def for_a_weight(code: str, rows: int, config: SmallGemm) -> float:
+def for_a_weight(code: str, block: int, config: SmallGemm) -> float:
     """Instructions of the loop that multiplies a tile, over the weights of the tile that are a thread's."""
     lines, found = code.splitlines(), []
     for end, line in enumerate(lines):
@@ -52,11 +59,9 @@ def for_a_weight(code: str, rows: int, config: SmallGemm) -> float:
             if any("MMA." in each for each in body):
                 found.append(body)
     (loop,) = found
-    products, slices = sum("MMA." in each for each in loop), config.warps if rows <= SLICED else 1
-    rows_at_once, columns = (16, config.depth * rows // 8) if slices > 1 else (64, config.depth)
-    expected = config.rows // rows_at_once * columns // 16
-    assert products == expected, "the compiler's loop is not of one tile"
-    return len(loop) * 32 * config.warps / (config.rows * config.depth * slices)
+    products = sum("HMMA" in each for each in loop)
+    assert products == config.rows // 16 * config.depth // 16 * block // 8, "the compiler's loop is not of one tile"
+    return len(loop) * 32 / (config.rows * config.depth)
 
 
 def main() -> None:
@@ -64,7 +69,8 @@ def main() -> None:
         for rows in (16, 64):
             config = rule(Shape("row", rows, OUTPUTS, INPUTS, False, bits=bits, group=group))
             assert isinstance(config, SmallGemm)
-            found = for_a_weight(compiled(bits, group, rows, config), rows, config)
+            block = block_of(rows, group, config)
+            found = -(-rows // block) * for_a_weight(compiled(bits, group, rows, config), block, config)
             line = {"kernel": "small_gemm", "weights": weights, "group": group, "rows": rows, "target": "sm_90"}
             line |= {"instructions_for_a_weight": round(found, 2)}
             print(json.dumps({**line, **machine(torch.device("cpu"))}), flush=True)

@@ -91,14 +91,14 @@ def activated(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def write_products(y, bias, plus, out, scale, alpha, tile, split, M, N, PAIR: tl.constexpr, ACT: tl.constexpr,
+def write_products(y, bias, plus, out, scale, alpha, tile, split, first, M, N, PAIR: tl.constexpr, ACT: tl.constexpr,
                    BIAS: tl.constexpr, PLUS: tl.constexpr, ALPHA: tl.constexpr):  # fmt: skip
     """What is left of `small_gemm` when y has the products [rows of a tile, rows of x]; the first half of a pair's rows
-    are the gate's.
+    are the gate's. `first`: the first of those rows of x.
     """
     outputs: tl.constexpr = y.shape[0] // (1 + PAIR)
     r = tile * outputs + tl.arange(0, outputs)
-    m = tl.arange(0, y.shape[1])
+    m = first + tl.arange(0, y.shape[1])
     if BIAS:
         if split == 0:
             j = tl.arange(0, y.shape[0])

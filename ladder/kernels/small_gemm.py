@@ -9,8 +9,10 @@ from ladder.jit import tl, triton
 from ladder.kernels.device import ACTIVATIONS, let_others_start, product, wait_for_others, write_products
 from ladder.kernels.quantized.codes import code_arguments
 from ladder.kernels.quantized.small_gemm import quantized_small_gemm
-from ladder.kernels.table import SLICED, SmallGemm
-from ladder.layers.weight import Packed
+from ladder.kernels.table import SmallGemm
+from ladder.layers.weight import RUN, Packed
+
+ACCUMULATORS = 128  # of the products of a quantized weight that fit into a thread's registers
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def _small_gemm(x, weight, bias, plus, out, scale, alpha, M, N, K: tl.constexpr,
         xs = tl.load(lines + (at + k)[:, None], mask=inside[:, None] & live, other=0.0)
         w = tl.load(rows + (at + k)[None, :], mask=here & inside[None, :], other=0.0)
         y = product(w, xs, y, IEEE)
-    write_products(y, bias, plus, out, scale, alpha, tile, split, M, N, PAIR, ACT, BIAS, PLUS, ALPHA)
+    write_products(y, bias, plus, out, scale, alpha, tile, split, 0, M, N, PAIR, ACT, BIAS, PLUS, ALPHA)
 
 
 def small_gemm(
@@ -83,7 +85,9 @@ def small_gemm(
         return
     codes, scales, zeros, _, form = code_arguments(weight)
     codes = codes if weight.bits == 4 else codes.view(torch.int8)
-    depth, slices = min(config.depth, form["GROUP"] or config.depth), config.warps if rows <= SLICED else 1
-    quantized_small_gemm[tiles, splits](
-        x, codes, scales, zeros, *ending, MB=max(8, padded), BK=depth, SLICES=slices, **form, **modes
+    depth = min(config.depth, form["GROUP"] or config.depth)
+    # a group's sums are kept beside those of all
+    block = min(max(8, padded), 32 * ACCUMULATORS // config.rows // (1 + (form["GROUP"] > 0)))
+    quantized_small_gemm[tiles, splits, -(-rows // block)](
+        x, codes, scales, zeros, *ending, MB=block, BK=depth, SLICES=config.warps, RUN=RUN, **form, **modes
     )

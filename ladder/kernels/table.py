@@ -11,7 +11,6 @@ from ladder.errors import LadderError
 
 KERNELS = ("qkv", "gate_up", "both", "row", "head", "attend")
 MOST = 64  # rows that our matrix kernels are made for; the library has the rest
-SLICED = 16  # rows up to which each warp has columns of its own of a quantized weight
 SHARED = 220 * 1024  # bytes of a multiprocessor for the tiles under way
 NEAREST, FURTHER = 2048, 4  # positions that attention is configured for: the fewest; how many times as many come next
 BESIDE = (0, 8, 32, 64, 128, 256)  # sequences decoded beside prompts that attention is configured for; then multiples
@@ -33,7 +32,7 @@ class SmallGemm:
     """A few rows."""
 
     rows: int  # of the weight in a tile; of a pair, half of them are the gate's
-    depth: int  # its columns; of a quantized weight, up to SLICED rows, those of each warp
+    depth: int  # its columns; of a quantized weight those of each warp
     splits: int  # along the inputs
     stages: int
     warps: int
@@ -243,16 +242,13 @@ def rule(shape: Shape) -> Config:
 
 
 def _few_rows_quantized(shape: Shape) -> SmallGemm:
-    """Each warp has columns of its own up to SLICED rows, rows of the weight with more. Of 4 bits and up to 8 rows
-    tensor cores have little to do: more warps hide more of what they wait for.
-    """
-    sliced = shape.batch <= SLICED
-    rows, depth = (64, 128) if shape.bits == 4 or not sliced else (32, 64)
+    """Of 4 bits and up to 8 rows tensor cores have little to do: more warps hide more of what they wait for."""
+    rows, depth = (64, 128) if shape.bits == 4 else (32, 64)
     # a slice has no inputs of two groups at once; two codes of 4 bits are inputs 16 apart
     depth = max(32, min(depth, shape.group or depth, power_up_to(shape.inputs)))
     splits = _splits(shape, rows, depth, unit=shape.group or depth, most=4)
     warps = 8 if shape.bits == 4 and shape.batch <= 8 and shape.inputs // splits % (8 * depth) == 0 else 4
-    return SmallGemm(rows, depth, splits, 4, warps, 0)
+    return SmallGemm(rows, depth, splits, 4 if shape.batch <= 16 else 3, warps, 0)
 
 
 def _splits(shape: Shape, rows: int, depth: int, unit: int, most: int) -> int:

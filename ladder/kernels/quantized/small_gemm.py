@@ -1,8 +1,7 @@
 """A few rows of activations times a quantized weight.
 
 The columns of a tile are cut into slices, one for each warp, which multiplies all of the tile's rows by them, so a code
-becomes a number in one thread only; at the end the slices' results are added up. With more rows of activations warps
-have rows of the weight instead: one slice.
+becomes a number in one thread only; at the end the slices' results are added up.
 
 A tensor core wants of 32 columns two groups of four from each of four neighbouring threads, in whatever order the
 weight and the activations agree upon. Here a thread has up to 16 bytes of codes that follow each other, which it reads
@@ -33,15 +32,8 @@ def _in_order(numbers, WORDS: tl.constexpr):
 @triton.jit
 def _times(numbers, xs, y, WORDS: tl.constexpr, IEEE: tl.constexpr):
     """y + numbers xs^T, [slices, rows of the weight, of x]; xs [slices * rows of x, bytes]"""
-    if y.shape[0] == 1:
-        rows: tl.constexpr = numbers.shape[1]
-        width: tl.constexpr = numbers.shape[2]
-        w = numbers.reshape(rows, width // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(rows, width)
-        some = product(w, xs.permute(1, 0), y.reshape(rows, y.shape[2]), IEEE)
-        return some.reshape(1, rows, y.shape[2])
-    else:
-        xs = xs.reshape(y.shape[0], y.shape[2], xs.shape[1])
-        return product(_in_order(numbers, WORDS), _in_order(xs, WORDS).permute(0, 2, 1), y, IEEE)
+    xs = xs.reshape(y.shape[0], y.shape[2], xs.shape[1])
+    return product(_in_order(numbers, WORDS), _in_order(xs, WORDS).permute(0, 2, 1), y, IEEE)
 
 
 @triton.jit
@@ -60,8 +52,8 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
                          PAIR: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, PLUS: tl.constexpr,
                          ALPHA: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
                          BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, FP8: tl.constexpr,
-                         ASM: tl.constexpr, SLICES: tl.constexpr):  # fmt: skip
-    """`small_gemm` of bytes of codes. BK: columns of a slice, all of one group."""
+                         ASM: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr):  # fmt: skip
+    """`small_gemm` of bytes of codes, MB rows of x. BK: columns of a slice, all of one group."""
     packed: tl.constexpr = 8 // BITS  # codes in a byte
     width: tl.constexpr = BK // packed  # bytes of a row in a slice
     words: tl.constexpr = min(4, width // 16)  # that a thread has at once
@@ -80,10 +72,8 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
     codes = weight + line * (K // packed) + split * (depth // packed) + byte
     m = tl.arange(0, SLICES * MB)[:, None]
     low = tl.arange(0, width)[None, :]
-    # with one slice in the product's order: tensor cores read them from shared memory themselves
-    place = low // 2 % 4 * 4 + low // 8 % 2 * 2 + low % 2 if SLICES == 1 else low % 16
-    column = m // MB * BK + (low // 16 * (16 * packed) + place)
-    m = m % MB
+    column = m // MB * BK + low + low // RUN * (RUN * (packed - 1))
+    m = tl.program_id(2) * MB + m % MB
     lines = x + m * K + begin + column
     live = m < M
     # [rows, slices]: scales and zeros of a row's groups follow each other
@@ -102,7 +92,7 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
         if depth % (SLICES * BK) != 0:
             inside = here & (at + byte * packed < depth)
             known = live & (at + column < depth)
-            known_high = live & (at + column + 16 < depth)
+            known_high = live & (at + column + RUN < depth)
             exists = exists & (at + piece * BK < depth)
         code = tl.load(codes + at // packed, mask=inside, other=0)
         xs = tl.load(lines + at, mask=known, other=0.0)
@@ -119,7 +109,7 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
         if BITS == 8:
             some = _times(eight(code, FP8, ASM, xs.dtype), xs, some, words, IEEE)
         else:
-            high = tl.load(lines + at + 16, mask=known_high, other=0.0)
+            high = tl.load(lines + at + RUN, mask=known_high, other=0.0)
             zero = zero_points(zeros, group, exists, ZEROS).permute(1, 0)[:, :, None]
             some = _times(four_bits(code, zero, 0, ASM, xs.dtype), xs, some, words, IEEE)
             some = _times(four_bits(code, zero, 1, ASM, xs.dtype), high, some, words, IEEE)
@@ -130,4 +120,6 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
     total = _added_up(y)
     if GROUP == 0:
         total = total * tl.load(scales + own, mask=r < N, other=0.0).to(tl.float32)
-    write_products(total, bias, plus, out, scale, alpha, tile, split, M, N, PAIR, ACT, BIAS, PLUS, ALPHA)
+    write_products(
+        total, bias, plus, out, scale, alpha, tile, split, tl.program_id(2) * MB, M, N, PAIR, ACT, BIAS, PLUS, ALPHA
+    )
