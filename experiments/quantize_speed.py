@@ -4,8 +4,9 @@ python -m experiments.quantize_speed MODEL [--formats fp8 int4] [--repeats N] > 
 
 MODEL is a folder of safetensors files, which are not in memory when a run begins; OUT is written beside it. One JSON
 line per format, with medians: seconds until the checkpoint is written and on the disk; of these the command's own,
-without its imports; seconds of all cores. Right after each run the disk reads as many bytes and writes as many at the
-same time, without computing. The peak is of all resident memory, mapped files included, the largest of the runs.
+without its imports; its seconds of all cores, and how many cores other programs used meanwhile. Right after each run
+the disk reads as many bytes and writes as many at the same time, without computing. The peak is of all resident memory,
+mapped files included, the largest of the runs.
 """
 
 import argparse
@@ -38,20 +39,28 @@ def forget(files: Iterable[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def busy_seconds() -> float:
+    """Of all cores and all programs, since the machine was started."""
+    first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+    user, nice, system, _, _, irq, softirq, steal = (int(each) for each in first.split()[1:9])  # without idle, waiting
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def command(*given: str) -> tuple[dict[str, float], str]:
-    """Of one process of this Python: seconds, seconds of all cores and peak in MiB; and what it printed."""
-    begin = time.perf_counter()
+    """Of one process of this Python: seconds, its seconds of all cores and its peak in MiB; and what it printed."""
+    begin, busy = time.perf_counter(), busy_seconds()
     with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen([sys.executable, *given], stdout=printed)
         _, status, used = os.wait4(child.pid, 0)
-        seconds = time.perf_counter() - begin
+        seconds, busy = time.perf_counter() - begin, busy_seconds() - busy
         child.returncode = os.waitstatus_to_exitcode(status)
         printed.seek(0)
         text = printed.read().decode()
     if child.returncode:
         raise SystemExit(child.returncode)
-    found = {"seconds": seconds, "cpu_seconds": used.ru_utime + used.ru_stime, "peak_mib": used.ru_maxrss / 1024}
-    return found, text
+    own = used.ru_utime + used.ru_stime
+    found = {"seconds": seconds, "cpu_seconds": own, "peak_mib": used.ru_maxrss / 1024}
+    return found | {"other_cores": (busy - own) / seconds}, text
 
 
 def disk_seconds(files: list[Path], out: Path, size: int) -> float:
