@@ -369,39 +369,54 @@ def test_side_by_side() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def growth(source: Path, out: Path) -> int:
-    """By how much this process's largest memory has grown when it has quantized, to a slow disk."""
+def growth(options: QuantizeOptions, cores: int) -> int:
+    """By how many KiB this process's largest memory, mapped files included, has grown when it has quantized to a slow
+    disk.
+    """
     torch.set_num_threads(1)
     real = os.pwrite
 
     def slow(*given: Any) -> int:
-        sleep(0.01)
+        sleep(0.004)
         return real(*given)
 
     os.pwrite = slow  # of a process that ends
+    os.sched_getaffinity = lambda _: set(range(cores))
     begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    quantize(QuantizeOptions(source, out, "int8"))
+    quantize(options)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin
 
 
-def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """Half a gigabyte of holes, a matrix and the embedding of 100 MB each, and a process that holds far less."""
+@pytest.mark.parametrize("name, files, cores", [("int8", 1, 2), ("int4", 3, 2), ("fp8", 3, 2)])
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path, name: str, files: int, cores: int) -> None:
+    """Half a gigabyte of holes, a matrix and the embedding of 100 MB each, and a process that holds less than one."""
     config = ModelConfig(2048, 1, 16, 8, 24_576, vocab=40_000, dtype="bfloat16", tied=True)
-    shapes = {shard.name: shard.shape for shard in Decoder(config, device="meta").shards()}
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * prod(shape)]}
-    assert end > 0.48e9
-    text = json.dumps(header).encode()
+    shapes = [(shard.name, shard.shape) for shard in Decoder(config, device="meta").shards()]
+    assert sum(2 * prod(shape) for _, shape in shapes) > 0.48e9
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config.to_hf()))
-    with (source / SINGLE).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+    table: dict[str, str] = {}
+    for number in range(files):
+        file = f"{number}.safetensors" if files > 1 else SINGLE
+        holes(source / file, dict(shapes[number::files]))
+        table |= dict.fromkeys(dict(shapes[number::files]), file)
+    if files > 1:
+        (source / INDEX).write_text(json.dumps({"weight_map": table}))
     with get_context("forkserver").Pool(1) as pool:
-        assert pool.apply(growth, (source, tmp_path / "out")) < 100 << 10  # KiB
-    assert (tmp_path / "out" / SINGLE).stat().st_size > 0.3e9
+        assert pool.apply(growth, (QuantizeOptions(source, tmp_path / "out", name), cores)) < 100 << 10
+    assert (tmp_path / "out" / SINGLE).stat().st_size > 0.2e9
+
+
+def holes(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Tensors of zeros that take no place on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * prod(shape)]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

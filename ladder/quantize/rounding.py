@@ -3,6 +3,7 @@
 Scales are those of compressed-tensors' own quantizers: from the least and the largest weight that share one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,23 +54,34 @@ def round_to_nearest(
     if scales is None:
         scales, zeros = scales_of(weight, storage, dtype)
     least, largest = RANGES[storage.kind]
-    values = weight.float() / spread(scales, weight.shape, storage)
-    offset = MIDDLE if storage.kind == "int4" else 0
+    values = _by_block(torch.div, weight.float(), scales, storage)
+    if storage.kind == "fp8":
+        return Rounded(values.clamp_(least, largest).to(CODES["fp8"]), scales)
     if zeros is not None:
-        values += spread(zeros, weight.shape, storage) - offset
-    values.clamp_(least, largest)
-    codes = (values if storage.kind == "fp8" else values.round_()).add_(offset).to(CODES[storage.kind])
-    return Rounded(codes, scales, zeros)
+        values = _by_block(Tensor.add_, values, zeros.float() - MIDDLE, storage)
+    values.clamp_(least, largest).round_()
+    if storage.kind == "int4":
+        values.add_(MIDDLE)
+    # torch converts to int8 much faster than to uint8
+    return Rounded(values.to(torch.int8).view(CODES[storage.kind]), scales, zeros)
 
 
 def dequantized(rounded: Rounded, storage: Storage, dtype: torch.dtype) -> Tensor:
     """The matrix that readers get, computed in float32."""
-    values, shape = numbers(rounded.codes), rounded.codes.shape
+    values = numbers(rounded.codes)
     if rounded.zeros is not None:
-        values -= spread(rounded.zeros, shape, storage)
+        values = _by_block(Tensor.sub_, values, rounded.zeros, storage)
     elif storage.kind == "int4":
         values -= MIDDLE
-    return values.mul_(spread(rounded.scales, shape, storage)).to(dtype)
+    return _by_block(Tensor.mul_, values, rounded.scales, storage).to(dtype)
+
+
+def _by_block(operation: Callable[..., Tensor], values: Tensor, shared: Tensor, storage: Storage) -> Tensor:
+    """`operation` of each weight, in float32, and what its block shares, [units of outputs, groups]: as of `spread`,
+    which would be a matrix.
+    """
+    blocks = operation(_blocks(values, storage), shared.float()[:, None, :, None])
+    return blocks.flatten(2).flatten(0, 1)[: values.shape[0], : values.shape[1]].contiguous()
 
 
 def spread(shared: Tensor, shape: torch.Size, storage: Storage) -> Tensor:

@@ -32,7 +32,7 @@ from ladder.quantize.packing import WORD, packed, planned, settings
 from ladder.quantize.rounding import Rounded, dequantized, round_to_nearest
 from ladder.quantize.tensors import Entry, Output, Spec, entries, side_by_side
 
-AT_A_TIME = 1 << 18  # weights that a thread rounds, about: what a core keeps near
+AT_A_TIME = 1 << 19  # weights that a thread rounds, about: what caches keep, and few enough calls of torch
 THREADS = 8  # at most: memory grows with them
 COPIED = 4 << 20  # bytes of what is not rounded
 IN_TRANSFORMERS = ("fp8", "int4")  # formats of experts that it reads, without zero points
