@@ -55,38 +55,68 @@ def arms() -> str:
 def weights() -> str:
     """Steps with quantized weights, the best schedule of each wiring."""
     rows = []
-    for size, form, links in [
-        ("70b", "fp8", list(MICROSECONDS)),
-        ("70b", "int4", list(MICROSECONDS)),
-        ("8b", "fp8", [None]),
-        ("8b", "int4", [None]),
+    for size, batch, form, links in [
+        ("70b", 1, "fp8", list(MICROSECONDS)),
+        ("70b", 1, "int4", list(MICROSECONDS)),
+        ("70b", 16, "fp8", list(MICROSECONDS)),
+        ("70b", 16, "int4", list(MICROSECONDS)),
+        ("8b", 1, "fp8", [None]),
+        ("8b", 1, "int4", [None]),
     ]:
         for link in links:
-            where = {"run": None, "measure": "decode", "size": f"llama-3-{size}", "weights": form, "link_name": link}
+            where = {"run": 3, "measure": "decode", "size": f"llama-3-{size}", "weights": form, "link_name": link}
+            where["batch"] = batch
             none: Line = {} if link else min(those(WEIGHTS, **where, wiring="none"), key=lambda line: float(line["ms"]))
             bound = f"{fixed(none['ms'], 2)} ({fixed(100 * none['share_of_peak'], 0)}%)" if none else ""
             standard = least(WEIGHTS, "ms", **where, wiring="standard")
             others = ["ladder", "ladder-2", "parallel-1"] if size == "70b" else ["ladder", "", "parallel-1"]
             steps = [least(WEIGHTS, "ms", **where, wiring=wiring) if wiring else None for wiring in others]
             shown = ["" if ms is None else f"{fixed(ms, 2)} ({times(standard / ms)})" for ms in steps]
-            rows.append([size.upper(), form, MICROSECONDS[link], bound, fixed(standard, 2), *shown])
+            rows.append([size.upper(), str(batch), form, MICROSECONDS[link], bound, fixed(standard, 2), *shown])
     return markdown(
-        ["", "weights", "link", "`none` (share of the memory's peak)", "standard", "ladder", "ladder-2", "parallel-1"],
+        ["", "batch", "weights", "link", "`none` (share of the memory's peak)", "standard", "ladder", "ladder-2",
+         "parallel-1"],
         rows,
-    )
+    )  # fmt: skip
+
+
+MATRICES = {
+    "8b-qkv": "8B, QKV, 6,144 x 4,096",
+    "8b-o": "8B, output of attention, 4,096 x 4,096",
+    "8b-gate_up": "8B, gate and up, 2 x 14,336 x 4,096",
+    "8b-down": "8B, down, 4,096 x 14,336",
+    "70b-qkv": "70B at TP 8, QKV, 1,280 x 8,192",
+    "70b-o": "70B at TP 8, output of attention, 8,192 x 1,024",
+    "70b-gate_up": "70B at TP 8, gate and up, 2 x 3,584 x 8,192",
+    "70b-down": "70B at TP 8, down, 8,192 x 3,584",
+}
 
 
 def kernels() -> str:
     rows = []
-    for shape, name in [
-        ("qkv", "QKV, 6,144 x 4,096"),
-        ("o", "output of attention, 4,096 x 4,096"),
-        ("gate_up", "gate and up, 2 x 14,336 x 4,096"),
-        ("down", "down, 4,096 x 14,336"),
-    ]:
-        found = [one(KERNELS, shape=f"8b-{shape}", weights=form, alone=False) for form in ("bf16", "fp8", "int4")]
+    for shape, name in MATRICES.items():
+        found = [
+            one(KERNELS, run=2, shape=shape, rows=count, weights=form)
+            for count in (1, 16)
+            for form in ("bf16", "fp8", "int4")
+        ]
         rows.append([name, *(f"{fixed(line['us'], 1)} ({fixed(line['tb_s'], 2)})" for line in found)])
-    return markdown(["weight of Llama-3-8B", "bf16", "fp8", "int4"], rows)
+    return markdown(["weight", "bf16", "fp8", "int4", "16 rows: bf16", "fp8", "int4"], rows)
+
+
+def prompts() -> str:
+    rows = []
+    for shape in ("8b-qkv", "8b-o", "8b-gate_up", "8b-down"):
+        for count in (512, 2048, 8192):
+            found = [
+                one(KERNELS, run=2, measure="prefill", shape=shape, rows=count, way=way)
+                for way in ("bf16", "dequantized", "fp8", "dequantized-block", "fp8-block")
+            ]
+            shown = [f"{fixed(line['ms'], 3)} ({fixed(line['tflop_s'], 0)})" for line in found]
+            rows.append([MATRICES[shape], f"{count:,}", *shown])
+    return markdown(
+        ["weight", "rows", "bf16", "fp8, dequantized", "fp8 by fp8", "fp8-block, dequantized", "fp8-block by fp8"], rows
+    )
 
 
 def calibration() -> str:
@@ -113,5 +143,6 @@ TABLES: dict[str, Table] = {
     "arms": arms,
     "weights": weights,
     "kernels": kernels,
+    "prompts": prompts,
     "calibration": calibration,
 }

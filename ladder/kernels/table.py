@@ -220,8 +220,8 @@ def rule(shape: Shape) -> Config:
     if shape.batch == 1:
         line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
         padded = power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair)
-        if shape.bits:  # two programs of 32 KB tiles, of which two are under way
-            warps, stages = 8, 3
+        if shape.bits:  # two programs of 32 KB tiles, of which two are under way; a thread has four inputs at least
+            warps, stages = max(1, min(8, padded // (1 + shape.pair) // 128)), 3
             rows = max(1, min((1 << 15) // padded, power_up_to(shape.outputs // WAVE)))
         else:
             warps = 8 if line >= 1 << 14 else 4
