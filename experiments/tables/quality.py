@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from experiments.tables.figures import Line, Table, fixed, markdown, one
+from experiments.tables.figures import Line, Table, fixed, lines, markdown, one
 
-ADAPTED, TRIALS = "adaptation_h200", "adaptation_trials_h200"
+ADAPTED, TRIALS, OWN = "adaptation_h200", "adaptation_trials_h200", "own_partial_h200"
 HALF = "standard:15 ladder:15"
 HALF_BY_SCAN = (
     "standard:5 ladder:2 standard:1 ladder:4 standard:1 ladder:2 standard:6 ladder:2 standard:1 ladder:5 standard:1"
@@ -178,6 +178,20 @@ def fit_tokens() -> str:
     return markdown(["layers", "fitted on", "WikiText-2", "held out", "KL", "agreement"], rows)
 
 
+def own_partial() -> str:
+    """KL to the original where a rank's sub-blocks also read its own newest partial sum."""
+    rows = []
+    for name, wiring in (("last half", HALF), ("all", "ladder")):
+        for ranks in (2, 4, 8):
+            shown = []
+            for fitted_on in (0, 32768):
+                where = {"wiring": wiring, "ranks": ranks, "fit_tokens": fitted_on}
+                found = {line["own"]: line for line in lines(OWN) if where.items() <= line.items()}
+                shown += [fixed(found[own]["kl"], 3) if own in found else "" for own in (0, 0.5, 1)]
+            rows.append([name, str(ranks), *shown])
+    return markdown(["layers", "ranks", "none of it", "half", "all", "fitted: none", "half", "all"], rows)
+
+
 def halves() -> str:
     names = {
         "the last": HALF,
@@ -200,5 +214,6 @@ TABLES: dict[str, Table] = {
     "trials": trials,
     "memory": memory,
     "fit-tokens": fit_tokens,
+    "own-partial": own_partial,
     "halves": halves,
 }
