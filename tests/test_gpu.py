@@ -20,8 +20,11 @@ from ladder.engine.graphs.steps import Graphs
 from ladder.kernels.launch import Kernels
 from ladder.kernels.table import NEAREST
 from ladder.model import Decoder
+from ladder.quantize.options import QuantizeOptions
+from ladder.quantize.write import quantize
 from tests.checkpoints import tiny
 from tests.families import FAMILIES, make
+from tests.test_quantize import FORMATS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROMPTS = [[1], list(range(2, 40)), [7] * 100, [5, 17, 9], list(range(300, 200, -1))]
@@ -51,6 +54,19 @@ def test_same_tokens_of_every_family(tmp_path: Path, family: str) -> None:
     for kernels in (False, True):
         with LLM(tmp_path, device="cuda", max_num_seqs=5, prefill_chunk=64, kernels=kernels) as llm:
             found.append([result.token_ids for result in llm.generate(prompts, SamplingParams(64))])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("wiring", ("standard", "ladder"))
+def test_same_tokens_of_every_format(tmp_path: Path, wiring: str, name: str) -> None:
+    """As on a CPU, prompts longer than our kernels' most rows and decode steps of every batch up to 5: float32."""
+    source = tiny(tmp_path / "model", wiring, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=64)
+    quantize(QuantizeOptions(source, tmp_path / "quantized", **FORMATS[name]))
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(tmp_path / "quantized", device=device, dtype="float32", max_num_seqs=5, prefill_chunk=128) as llm:
+            found.append([result.token_ids for result in llm.generate(PROMPTS, SamplingParams(64))])
     assert found[0] == found[1]
 
 
