@@ -23,7 +23,7 @@ from ladder.kernels.quantized import integers, operand
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.small_gemm import small_gemm
 from ladder.kernels.stream import Source
-from ladder.kernels.table import Gemv, Shape, SmallGemm, Table, rule, sound
+from ladder.kernels.table import SHARED, Gemv, Shape, SmallGemm, Table, candidates, rule, sound
 from ladder.layers.formats import Dense
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
@@ -362,6 +362,9 @@ def test_the_rule_suits_every_format(bits: int, group: int) -> None:
                 if isinstance(config, SmallGemm):  # no tile has inputs of two groups, no split a part of one
                     assert config.early == 0 and (not group or group % config.depth == 0)
                     assert inputs // config.splits % (group or config.depth) == 0
+                    tile = config.warps * config.depth  # columns; at most 64 rows of bfloat16 beside the codes
+                    assert (config.stages - 1) * tile * (config.rows * bits // 8 + 2 * min(64, batch)) <= SHARED
+                    assert len(candidates(shape)) > 20 and all(sound(shape, each) for each in candidates(shape))
 
 
 @interpreter
