@@ -317,6 +317,21 @@ def test_small_gemm(storage: Storage, seed: int, dtype: torch.dtype) -> None:
     assert_close(out.double().sum(0), expected, dtype)
 
 
+@pytest.mark.parametrize("rows", (1, 5, 40))
+def test_a_last_group_that_is_not_whole(rows: int, dtype: torch.dtype) -> None:
+    draw = Draw(rows, dtype)
+    weight, x = some_quantized(draw, Storage("fp8", "fp8", 128, 128), 50, 320), draw(rows, 320)
+    packed = weight.packed
+    assert packed is not None and packed.scales.shape[1] == 3
+    out = torch.full((1, rows, 50), float("nan"), dtype=dtype, device=DEVICE)
+    if rows == 1:
+        gemv(Source(x), None, packed, weight.bias, None, False, None, 1, 1.0, out[0], Gemv(2, 4, 256, 2), PDL)
+    else:
+        config = SmallGemm(32, 64, 1, 2, 4, 0)
+        small_gemm(x, packed, weight.bias, None, False, None, 1, 1.0, out, config, PDL)
+    assert_close(out[0], projected(exact(x), exactly(weight), None, False, None, 1, 1.0), dtype)
+
+
 @formats
 def test_dequantize(storage: Storage, dtype: torch.dtype) -> None:
     draw = Draw(0, dtype)

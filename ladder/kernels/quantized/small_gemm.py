@@ -58,7 +58,7 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
     width: tl.constexpr = BK // packed  # bytes of a row in a slice
     words: tl.constexpr = min(4, width // 16)  # that a thread has at once
     depth: tl.constexpr = K // SPLITS
-    groups: tl.constexpr = K // GROUP if GROUP > 0 else 1
+    groups: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     tile = tl.program_id(0)
     split = tl.program_id(1)
     begin = split * depth
