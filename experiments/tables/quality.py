@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from experiments.tables.figures import Line, Table, fixed, lines, markdown, one
 
-ADAPTED, TRIALS, OWN = "adaptation_h200", "adaptation_trials_h200", "own_partial_h200"
+ADAPTED, TRIALS, OWN = "adaptation_h200", "adaptation_trials_h200", "own_partial"
 HALF = "standard:15 ladder:15"
 HALF_BY_SCAN = (
     "standard:5 ladder:2 standard:1 ladder:4 standard:1 ladder:2 standard:6 ladder:2 standard:1 ladder:5 standard:1"
