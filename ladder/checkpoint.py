@@ -7,9 +7,11 @@ anew for each tensor: the pages of a mapping count as this process's memory unti
 import json
 import os
 import re
+import shutil
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +25,18 @@ from ladder.config import ModelConfig
 from ladder.config.inside import index_table
 from ladder.config.quantization import ACTIVATION_TENSORS
 from ladder.errors import LadderError
+from ladder.files import writable
 from ladder.layers.shard import FLOATS, Shard
 from ladder.model import Decoder
+from ladder.perf.memory import size_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
+# what belongs to a checkpoint besides its weights; not its code, its other formats, its card
+BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
+BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
+BESIDE += ["USE_POLICY*", "LICENCE*", "*processor_config.json", "normalizer.json"]
 # buffers that older checkpoints keep beside the weights
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias", "attn.masked_bias")
 # safetensors' names of the types that are read
@@ -221,6 +229,18 @@ def weight_files(folder: Path) -> dict[str, Path]:
             if name not in present:
                 raise LadderError(f"{folder / file} lacks the tensor {name!r} that {INDEX} places there")
     return {name: folder / file for name, file in table.items()}
+
+
+def beside(source: Path, weights: Collection[Path]) -> list[Path]:
+    """The files that belong to a checkpoint besides its weights, its config.json and its card."""
+    files = (file for file in sorted(source.iterdir()) if file.is_file() and file not in weights)
+    return [file for file in files if any(fnmatch(file.name, known) for known in BESIDE)]
+
+
+def check_space(out: Path, total: int) -> None:
+    """Refuse what does not fit onto the disk."""
+    if (free := shutil.disk_usage(writable(out)).free) < total:
+        raise LadderError(f"{out} needs {size_text(total)}, its disk has {size_text(free)} left")
 
 
 def _names(file: Path) -> list[str]:

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import ladder.hf
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import INDEX, Directory, load
+from ladder.config.card import trained_card
 from ladder.errors import LadderError
-from ladder.hf.card import trained_card
 from ladder.hf.convert import convert
 from ladder.model import Decoder
 from ladder.wiring import Wiring
@@ -276,7 +276,7 @@ def test_half_adapted_ones_stay_so(tmp_path: Path) -> None:
 
 
 def test_no_room(source: Path, tmp_path: Path) -> None:
-    with patch("ladder.hf.convert.shutil.disk_usage") as usage, pytest.raises(LadderError, match="bytes left"):
+    with patch("ladder.checkpoint.shutil.disk_usage") as usage, pytest.raises(LadderError, match="bytes left"):
         usage.return_value.free = 1000
         convert(str(source), tmp_path / "out", "ladder")
     assert not (tmp_path / "out").exists()

@@ -475,7 +475,7 @@ def test_what_cannot_be_quantized(source: Path, tmp_path: Path, monkeypatch: pyt
     refused(source, tmp_path / "done", "done is there already: name a new folder$")
     refused(source, source, "is there already")
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("ladder.hf.convert.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("ladder.checkpoint.shutil.disk_usage", lambda path: usage)
     refused(source, out, r"needs 0\.[0-9] MB, its disk has 1000 bytes left$")
 
 

@@ -6,10 +6,8 @@ checked before the first byte is written, and the folder appears under its name 
 
 import json
 import os
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
-from ladder.checkpoint import INDEX, SINGLE, weight_files
+from ladder.checkpoint import BESIDE, INDEX, SINGLE, beside, check_space, weight_files
+from ladder.config.card import card
 from ladder.config.early import check_model_named
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.config.fields import read_config
@@ -26,22 +25,16 @@ from ladder.config.hf import KEYS
 from ladder.config.lock import TOWERS, locked, shared_norm_of, unlocked, wiring_of
 from ladder.config.quantization import READERS
 from ladder.errors import LadderError, check_known
-from ladder.files import check_new, new_folder, writable
-from ladder.hf.card import card
+from ladder.files import check_new, new_folder
 from ladder.hf.families import layouts_of
 from ladder.hf.load import quantizer_of, with_formats
 from ladder.hf.register import auto_of, with_sizes
 from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths
 from ladder.hf.wire import refuse_settings
-from ladder.perf.memory import size_text
 from ladder.progress import Progress
 from ladder.wiring import Wiring
 
 WEIGHTS = "*.safetensors"
-# what belongs to a checkpoint besides its weights; not its code, its other formats, its card
-BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json"]
-BESIDE += ["added_tokens.json", "chat_template*", "spiece.model", "*.tiktoken", "tekken.json", "LICENSE*", "NOTICE*"]
-BESIDE += ["USE_POLICY*", "LICENCE*", "*processor_config.json", "normalizer.json"]
 BUFFER = 16 << 20
 
 
@@ -107,18 +100,6 @@ def _convert(
             out.rmdir()  # empty, as was seen
         folder.rename(out)
     return before, wiring
-
-
-def beside(source: Path, weights: Collection[Path]) -> list[Path]:
-    """The files that belong to a checkpoint besides its weights, its config.json and its card."""
-    files = (file for file in sorted(source.iterdir()) if file.is_file() and file not in weights)
-    return [file for file in files if any(fnmatch(file.name, known) for known in BESIDE)]
-
-
-def check_space(out: Path, total: int) -> None:
-    """Refuse what does not fit onto the disk."""
-    if (free := shutil.disk_usage(writable(out)).free) < total:
-        raise LadderError(f"{out} needs {size_text(total)}, its disk has {size_text(free)} left")
 
 
 def _copy(old: Path, new: Path) -> Iterator[int]:

@@ -297,9 +297,9 @@ def candidates(shape: Shape, alone: Config = None) -> list[Config]:
         for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
     elif isinstance(known, SmallGemm) and shape.bits:
-        splits = (1, 4, 8) if shape.splittable else (1,)
-        tiles = product((32, 64), (64, 128), splits, (3, 4, 5), (4, 8))
-        found += [SmallGemm(*tile, early=0) for tile in tiles] + [None]
+        every = product((32, 64), (64, 128), (1, 4, 8) if shape.splittable else (1,), (3, 4, 5), (4, 8))
+        found += [SmallGemm(rows, depth, split, stages, warps, 0) for rows, depth, split, stages, warps in every]
+        found.append(None)
     elif isinstance(known, SmallGemm):
         splits = (4, 8) if shape.splittable else (1,)
         for rows, depth, stages in (

@@ -16,14 +16,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ladder.checkpoint import TYPES, Directory
+from ladder.checkpoint import TYPES, Directory, beside, check_space
+from ladder.config.card import quantized_card
 from ladder.config.fields import read_config
 from ladder.config.lock import locked, unlocked
 from ladder.config.quantization import GROUPS, Quantization, Storage
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder, write_json, write_text
-from ladder.hf.card import quantized_card
-from ladder.hf.convert import beside, check_space, rewired
 from ladder.layers.quantized import Quantized
 from ladder.model import Decoder
 from ladder.progress import Progress
@@ -72,6 +71,8 @@ def quantize(
     config, matrices = source.config, _matrices(source, options)
     wiring, plain = config.wiring, {key: value for key, value in unlocked(raw).items() if key != "auto_map"}  # no code
     if pattern is not None or not wiring.is_standard:
+        from ladder.hf.convert import rewired  # imports for seconds: not for the standard wiring
+
         plain, wiring = rewired(raw, pattern)
     plain = locked(plain) if "wiring" in plain else plain
     tensors = entries(source)

@@ -5,13 +5,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ladder.checkpoint import beside
 from ladder.config.fields import ADAPTER
 from ladder.config.lock import ranks_of, wiring_of
 from ladder.data.shards import Shards
 from ladder.data.texts import fingerprint, load_tokenizer
 from ladder.errors import LadderError
 from ladder.files import writing
-from ladder.hf.convert import beside
 from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.load import pretrained, quantizer_of
 from ladder.hf.wire import refuse_settings

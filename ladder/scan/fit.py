@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ladder.config.card import fitted_card
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.data.shards import EvenSample, Sequences, Shards
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder
 from ladder.hf import rewire
-from ladder.hf.card import fitted_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.measures import Distance, distance, perplexity
 from ladder.progress import Progress

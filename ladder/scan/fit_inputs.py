@@ -9,10 +9,10 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from ladder.config.card import fitted_card
 from ladder.errors import LadderError
 from ladder.files import check_new, new_folder
 from ladder.hf import rewire
-from ladder.hf.card import fitted_card
 from ladder.hf.families import known_families, layouts_of
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.register import auto_of

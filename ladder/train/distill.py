@@ -12,12 +12,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ladder.config import ModelConfig
+from ladder.config.card import adapted_card, side_card
 from ladder.config.families import FAMILIES as NATIVE
 from ladder.data.shards import Shards
 from ladder.engine.executors.torchrun import torchrun_rank
 from ladder.errors import LadderError, install
 from ladder.hf import rewire
-from ladder.hf.card import adapted_card, side_card
 from ladder.hf.convert import convert
 from ladder.hf.load import pretrained, quantizer_of, quiet, reason, weight_count
 from ladder.hf.wire import check_ranks, layers_of, refuse_ranks

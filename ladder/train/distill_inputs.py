@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import AutoConfig, set_seed
 
+from ladder.config.card import adapted_card
 from ladder.errors import LadderError
 from ladder.hf import rewire
-from ladder.hf.card import adapted_card
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.register import auto_of
 from ladder.hf.stacks import as_text, named_wiring, parse_each, stack_depths

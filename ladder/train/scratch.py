@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
 from ladder.config import ModelConfig
+from ladder.config.card import trained_card
 from ladder.config.lock import shared_norm_of, unlocked
 from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.hf import rewire
-from ladder.hf.card import trained_card
 from ladder.hf.families import layout_of
 from ladder.hf.load import pretrained, quiet
 from ladder.hf.ranks import output_projection
