@@ -17,22 +17,27 @@ from triton.compiler import ASTSource, compile
 
 from ladder.bench.machine import machine
 from ladder.kernels.quantized.small_gemm import quantized_small_gemm
-from ladder.kernels.small_gemm import ACCUMULATORS
-from ladder.kernels.table import Shape, SmallGemm, rule
+from ladder.kernels.small_gemm import fitting
+from ladder.kernels.table import SHARED, Shape, SmallGemm, rule
 from ladder.layers.weight import RUN
 
 OUTPUTS, INPUTS = 4096, 14336
 FORMATS = {"int4": (4, 128), "fp8": (8, 0)}  # bits and inputs that share a scale, 0: all
 
 
-def block_of(rows: int, group: int, config: SmallGemm) -> int:
-    """Rows of activations that a program has; of all of them another one has the weight's numbers anew."""
-    return min(rows, 32 * ACCUMULATORS // config.rows // (1 + (group > 0)))
+def block_of(bits: int, group: int, rows: int, config: SmallGemm) -> int:
+    """Rows of activations that a program has; another one has the weight's numbers anew."""
+    return fitting(config, bits, group, rows, 2, SHARED)[0]
 
 
 def compiled(bits: int, group: int, rows: int, config: SmallGemm) -> str:
     """The machine code."""
-    fixed: dict[str, Any] = {"K": INPUTS, "MB": block_of(rows, group, config), "BN": config.rows, "BK": config.depth}
+    fixed: dict[str, Any] = {
+        "K": INPUTS,
+        "MB": block_of(bits, group, rows, config),
+        "BN": config.rows,
+        "BK": config.depth,
+    }
     fixed |= {"SPLITS": config.splits, "PAIR": False, "ACT": 0, "BIAS": False, "PLUS": False, "ALPHA": False}
     fixed |= {"STAGES": config.stages, "IEEE": False, "PDL": True, "BITS": bits, "GROUP": group, "ZEROS": False}
     fixed |= {"FP8": bits == 8, "ASM": True, "SLICES": config.warps, "RUN": RUN}
@@ -69,7 +74,7 @@ def main() -> None:
         for rows in (16, 64):
             config = rule(Shape("row", rows, OUTPUTS, INPUTS, False, bits=bits, group=group))
             assert isinstance(config, SmallGemm)
-            block = block_of(rows, group, config)
+            block = block_of(bits, group, rows, config)
             found = -(-rows // block) * for_a_weight(compiled(bits, group, rows, config), block, config)
             line = {"kernel": "small_gemm", "weights": weights, "group": group, "rows": rows, "target": "sm_90"}
             line |= {"instructions_for_a_weight": round(found, 2)}

@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from ladder.bench.machine import machine, milliseconds
 from ladder.config import ModelConfig
+from ladder.kernels.activation import activate_rows
 from ladder.kernels.gemv import gemv
 from ladder.kernels.quantized.dequantize import dequantize
 from ladder.kernels.quantized.fp8 import GROUP, fp8_product, quantize_rows
@@ -65,13 +66,13 @@ class Case:
     kind: str  # bf16, fp8 or int4
     rows: int  # of activations
 
-    def table_config(self) -> Gemv | SmallGemm:
+    def table_config(self) -> Gemv | SmallGemm | None:
         outputs, inputs, pair, normed = SHAPES[self.name]
         bits, group = {"bf16": (0, 0), "fp8": (8, 0), "int4": (4, 128)}[self.kind]
         kernel = ("gate_up" if pair else "qkv") if normed else "row"
         shape = Shape(kernel, self.rows, outputs, inputs, pair, bits=bits, group=group)
         config = Table.of(torch.cuda.get_device_name())[shape]
-        assert isinstance(config, Gemv | SmallGemm)
+        assert config is None or isinstance(config, Gemv | SmallGemm)
         return config
 
 
@@ -119,7 +120,12 @@ class Run:
         at = turn % len(self.weights)
         weight, activation = self.weights[at], "silu" if self.pair else None
         end = (activation, self.pair, self.plus, 4, 1.0)
-        if isinstance(self.config, SmallGemm):
+        if self.config is None:
+            assert isinstance(weight, Tensor)
+            y = F.linear(self.x, weight)
+            y = y if activation is None else activate_rows(y, activation, True)
+            self.out[0] = y if self.plus is None else y + self.plus / 4
+        elif isinstance(self.config, SmallGemm):
             small_gemm(self.x, weight, None, *end, self.out, self.config, True)
         else:
             gemv(Source(self.x), self.norm, weight, None, *end, self.out[0], self.config, True)

@@ -365,13 +365,18 @@ from triton.compiler import ASTSource, compile
 from ladder.kernels.gemv import _gemv
 from ladder.kernels.quantized.gemv import quantized_gemv
 from ladder.kernels.quantized.small_gemm import quantized_small_gemm
+from ladder.kernels.small_gemm import fitting
+from ladder.kernels.table import Shape, rule
 
 def built(kernel, fixed, kinds, warps=4):
+    return compiled(kernel, fixed, kinds, warps).asm
+
+def compiled(kernel, fixed, kinds, warps, capability=90):
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*bf16") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(signature.values()) if kind.startswith("*")}
-    return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32),
-                   options={"num_warps": warps, "launch_pdl": True}).asm
+    return compile(ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", capability, 32),
+                   options={"num_warps": warps, "launch_pdl": capability >= 90})
 
 def groups(plus, kind):
     kernel = _gemv if kind == "bf16" else quantized_gemv
@@ -409,6 +414,21 @@ for bits, group, floating in ((4, 128, False), (8, 0, True)):
     (loop,) = [part for part in made["ttgir"].split("scf.for")[1:] if "tt.dot " in part]
     loop = loop.split("scf.yield")[0]
     assert "ttg.convert_layout" not in loop and "ttg.local_store" not in loop, bits
+
+# what the compiler needs of shared memory is what `fitting` says
+for bits, group, rows, kind, capability, bytes in (
+    (4, 128, 4, "*bf16", 89, 101376), (4, 0, 64, "*bf16", 89, 101376), (4, 128, 4, "*fp32", 90, 232448),
+    (8, 0, 64, "*fp32", 90, 232448), (8, 128, 16, "*fp32", 89, 101376),
+):
+    config = rule(Shape("row", rows, 4096, 4096, bits=bits, group=group))
+    block, depth, stages = fitting(config, bits, group, rows, 2 if kind == "*bf16" else 4, bytes - 8192)
+    fixed = {"K": 4096, "MB": block, "BN": config.rows, "BK": depth, "SPLITS": 1, "PAIR": False, "ACT": 0}
+    fixed |= {"BIAS": False, "PLUS": False, "ALPHA": False, "STAGES": stages, "IEEE": kind == "*fp32", "PDL": False}
+    fixed |= {"ZEROS": False, "ASM": True, "BITS": bits, "GROUP": group, "FP8": bits == 8, "SLICES": config.warps}
+    kinds = {name: kind for name in ("x", "bias", "plus", "out")} | {"weight": "*i8", "scales": "*fp32"}
+    kinds |= {"zeros": "*u8", "M": "i32", "N": "i32", "scale": "fp32", "alpha": "fp32"}
+    made = compiled(quantized_small_gemm, {**fixed, "RUN": 16}, kinds, config.warps, capability)
+    assert made.metadata.shared <= bytes, (bits, group, rows, kind, capability, made.metadata.shared)
 
 # where a thread is said to have four neighbouring inputs it has
 for inputs, bits, warps in ((1024, 8, 8), (2048, 4, 4), (4096, 4, 8), (14336, 4, 8), (2048, 8, 16)):

@@ -21,7 +21,7 @@ from ladder.kernels.launch import Kernels, References
 from ladder.kernels.norm import add_norm_reference
 from ladder.kernels.quantized import integers, operand
 from ladder.kernels.quantized.dequantize import dequantize
-from ladder.kernels.small_gemm import small_gemm
+from ladder.kernels.small_gemm import fitting, small_gemm
 from ladder.kernels.stream import Source
 from ladder.kernels.table import SHARED, Gemv, Shape, SmallGemm, Table, candidates, rule, sound
 from ladder.layers.formats import Dense
@@ -368,18 +368,32 @@ def test_codes_that_kernels_do_not_read() -> None:
 
 @pytest.mark.parametrize("bits, group", ((8, 0), (8, 128), (4, 0), (4, 32), (4, 64), (4, 128)))
 def test_the_rule_suits_every_format(bits: int, group: int) -> None:
-    for kernel in ("qkv", "gate_up", "row", "head"):
-        for batch in (1, 2, 16, 64, 128):
-            for outputs, inputs in ((1280, 8192), (7168, 8192), (8192, 3584), (6144, 4096), (96, 128)):
-                shape = Shape(kernel, batch, outputs, inputs, kernel == "gate_up", bits=bits, group=group)
-                config = rule(shape)
-                assert sound(shape, config) and (config is None) == (batch > 64)
-                if isinstance(config, SmallGemm):  # no tile has inputs of two groups, no split a part of one
-                    assert config.early == 0 and (not group or group % config.depth == 0)
-                    assert inputs // config.splits % (group or config.depth) == 0
-                    tile = config.warps * config.depth  # columns; at most 64 rows of bfloat16 beside the codes
-                    assert (config.stages - 1) * tile * (config.rows * bits // 8 + 2 * min(64, batch)) <= SHARED
-                    assert len(candidates(shape)) > 20 and all(sound(shape, each) for each in candidates(shape))
+    sizes = ((1280, 8192), (7168, 8192), (8192, 3584), (6144, 4096), (96, 128), (576, 576), (192, 192), (4096, 10944))
+    if bits == 8:
+        sizes += ((1368, 1368), (960, 3696))
+    for kernel, batch, (outputs, inputs) in product(("qkv", "gate_up", "row", "head"), (1, 2, 16, 64, 128), sizes):
+        shape = Shape(kernel, batch, outputs, inputs, kernel == "gate_up", bits=bits, group=group)
+        config = rule(shape)
+        assert sound(shape, config) and (config is None) == (batch > 64)
+        if isinstance(config, SmallGemm):  # no tile has inputs of two groups, no split a part of one
+            assert config.early == 0 and (not group or group % config.depth == 0)
+            assert config.splits == 1 or inputs // config.splits % (group or config.depth) == 0
+            assert len(candidates(shape)) > 20 and all(sound(shape, each) for each in candidates(shape))
+
+
+@pytest.mark.parametrize("shared", (91 * 1024, SHARED))  # of an L40S, of an H200, each less some
+@pytest.mark.parametrize("size", (2, 4))
+def test_tiles_fit_into_shared_memory(size: int, shared: int) -> None:
+    for bits, group, batch in product((4, 8), (0, 32, 128), (2, 8, 16, 33, 64)):
+        shape = Shape("row", batch, 4096, 4096, bits=bits, group=group)
+        for config in (rule(shape), *candidates(shape)):
+            if isinstance(config, SmallGemm):
+                block, depth, stages = fitting(config, bits, group, batch, size, shared)
+                codes = config.warps * depth * bits // 8
+                tile = codes * config.rows + config.warps * depth * block * size
+                operands = codes * (config.rows + block) * size if size == 4 else 0
+                assert (stages - 1) * tile + operands <= shared or (block, stages, depth) == (8, 2, 32)
+                assert 2 <= stages <= config.stages and depth <= config.depth and 8 <= block <= 64
 
 
 @interpreter

@@ -30,7 +30,7 @@ class Storage:
     group: int = 0  # inputs that share a scale; 0: all
     rows: int = 1  # outputs that share one; 0: all
     zero: bool = False  # zeros are stored, too
-    # it was made for fp8 activations, whose scales ours are no coarser than; it says nothing of how weights are stored
+    # made for fp8 activations with scales as coarse as ours, or coarser; it says nothing of how weights are stored
     activations: bool = field(default=False, compare=False)
 
     @property

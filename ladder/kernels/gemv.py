@@ -109,14 +109,13 @@ def gemv(
     common = {
         **source.modes(), **modes, **room, "K": source.base.shape[1], "BN": config.rows, "TILES": tiles, "PAIR": pair,
         "ACT": ACTIVATIONS[activation], "BIAS": bias is not None, "PLUS": plus is not None, "ALPHA": alpha != 1,
-        "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps,
-        "launch_pdl": pdl,
+        "STAGES": config.stages, "PDL": pdl, "num_warps": config.warps, "launch_pdl": pdl,
     }  # fmt: skip
     grid, stream = (-(-rows // (tiles * config.rows)),), source.arguments(saved)
     if isinstance(weight, Packed):
-        shape = chunked(weight, config, source.base.dtype, padded * matrix.element_size())
+        shape = chunked(weight, config, source, padded * matrix.element_size())
         numbers = matrix if shape["DIGITS"] == 0 else matrix.view(torch.int32)
-        # of all registers of a multiprocessor its share
+        # each program's share of a multiprocessor's registers
         each = max(1, round(2 * config.programs / WAVE))
         common["maxnreg"] = min(room.get("maxnreg", 255), max(64, 2048 // (config.warps * each)))
         quantized_gemv[grid](

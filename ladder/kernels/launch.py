@@ -230,7 +230,7 @@ class Kernels:
             raise ValueError("a product with an activation cannot be split")
         kind = torch.float32 if config.splits > 1 else dtype or x.dtype
         out = x.new_empty(config.splits, len(x), weight.outputs // (1 + pair), dtype=kind)
-        small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl)
+        small_gemm(x, matrix, weight.bias, activation, pair, plus, divisor, scale, out, config, self.pdl, self.shared)
         return out
 
     def library_matrix(self, x: Tensor, weight: Weight) -> Tensor | Packed | None:

@@ -180,9 +180,10 @@ def sound(shape: Shape, config: Config) -> bool:
                 config.rows >= 16 * (1 + shape.pair) and config.depth >= 16 and config.stages >= 2 and config.warps >= 1
             )
             divided = config.splits >= 1 and shape.inputs % config.splits == 0
-            if shape.bits:  # no tile has inputs of two groups; halves of 4 bits are 16 inputs apart; nothing is early
-                fits = fits and config.depth >= 32 and config.early == 0
-                divided = divided and shape.inputs // config.splits % (shape.group or 32) == 0
+            if shape.bits:  # no split has a part of a group; halves of 4 bits are 16 inputs apart; nothing is early
+                fits = fits and config.depth >= 32 and config.rows <= 128 and config.early == 0
+                unit = shape.group if shape.group and config.splits > 1 else 32 if shape.bits == 4 else 1
+                divided = divided and shape.inputs // config.splits % unit == 0
             early = divided and (config.early == 0 or 16 <= config.early <= shape.inputs // config.splits)
             return fits and early and shape.kernel != "attend" and (config.splits == 1 or shape.splittable)
 
@@ -221,7 +222,8 @@ def rule(shape: Shape) -> Config:
     if shape.batch == 1:
         line = shape.inputs * shape.stored // 8 * (1 + shape.pair)
         padded = power_up_to(2 * shape.inputs - 1) * shape.stored // 8 * (1 + shape.pair)
-        if shape.bits:  # two programs of 32 KB tiles, of which two are under way; a thread has four inputs at least
+        # a multiprocessor holds two programs, each with two tiles of 32 KB under way; every thread has four inputs
+        if shape.bits:
             warps, stages = max(1, min(8, padded // (1 + shape.pair) // 128)), 3
             rows = max(1, min((1 << 15) // padded, power_up_to(shape.outputs // WAVE)))
         else:

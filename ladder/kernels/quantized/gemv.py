@@ -11,6 +11,7 @@ from ladder.jit import tl, triton
 from ladder.kernels.device import activated, gathered, let_others_start, normalized, normalized_halves, wait_for_all
 from ladder.kernels.quantized.codes import CHUNK, eight_bits
 from ladder.kernels.quantized.integers import INPUTS, chunk_products, digits, row_digits, row_steps
+from ladder.kernels.stream import Source
 from ladder.kernels.table import Gemv
 from ladder.layers.weight import Packed
 
@@ -174,17 +175,18 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
             scale_b, zero_b = next_b, next_zero_b
 
 
-def chunked(weight: Packed, config: Gemv, dtype: torch.dtype, padded: int) -> dict[str, int]:
+def chunked(weight: Packed, config: Gemv, source: Source, padded: int) -> dict[str, int]:
     """How threads share the chunks of a row, which are those of `padded` bytes."""
     whole_row, threads = weight.scales.shape[1] == 1, 32 * config.warps
     chunks = max(padded // CHUNK, 1)
     # at least as many as a warp has threads follow each other, and no thread is without any
     deep = max(1, min(DEEP, chunks // 32, chunks * config.rows // threads))
     share = 0 if whole_row else weight.group * weight.bits // 8 // CHUNK
+    rows_aligned = all(x.data_ptr() % CHUNK == 0 for x in (source.base, *source.sums, *source.drifts))
     aligned = weight.codes.shape[1] % CHUNK == 0 and weight.codes.data_ptr() % CHUNK == 0
     return {
         "DEEP": deep, "LANES": chunks // deep, "SHARE": share, "WHOLE": aligned and chunks * config.rows >= threads,
         "STEP": min(chunks // deep, share or INPUTS * weight.bits // 8 // CHUNK),
-        "FOURS": 4 * chunks >= threads,  # a thread has four neighbouring inputs
-        "DIGITS": 0 if weight.codes.dtype is torch.float8_e4m3fn else digits(dtype),
+        "FOURS": rows_aligned and 4 * chunks >= threads,  # a thread has four neighbouring inputs
+        "DIGITS": 0 if weight.codes.dtype is torch.float8_e4m3fn else digits(source.base.dtype),
     }  # fmt: skip

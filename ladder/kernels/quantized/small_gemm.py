@@ -56,7 +56,7 @@ def quantized_small_gemm(x, weight, scales, zeros, bias, plus, out, scale, alpha
     """`small_gemm` of bytes of codes, MB rows of x. BK: columns of a slice, all of one group."""
     packed: tl.constexpr = 8 // BITS  # codes in a byte
     width: tl.constexpr = BK // packed  # bytes of a row in a slice
-    words: tl.constexpr = min(4, width // 16)  # that a thread has at once
+    words: tl.constexpr = min(4, width // 16)  # 32-bit words of codes that a thread has at once
     depth: tl.constexpr = K // SPLITS
     groups: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
     tile = tl.program_id(0)
