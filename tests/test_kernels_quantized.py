@@ -366,6 +366,18 @@ def test_codes_that_kernels_do_not_read() -> None:
     assert weight.run == 1 and weight.packed is None
 
 
+@pytest.mark.parametrize("group", (16, 96))
+def test_groups_that_kernels_do_not_read(group: int) -> None:
+    """Blocks of any size are read; tiles of kernels are powers of two, and of one group."""
+    draw = Draw(group, torch.float32)
+    weight, x = some_quantized(draw, Storage("fp8", "fp8", group, group), 50, 192), draw(3, 192)
+    assert weight.packed is None
+    y = Kernels(Table("a chip"), False).project(x, weight, None, 1, 1.0)
+    assert_close(y, projected(exact(x), exactly(weight), None, False, None, 1, 1.0), torch.float32)
+    alone = some_quantized(draw, Storage("fp8", "fp8", 256, group), 50, 192)
+    assert alone.packed is not None and alone.packed.group == 192  # one for a row
+
+
 @pytest.mark.parametrize("bits, group", ((8, 0), (8, 128), (4, 0), (4, 32), (4, 64), (4, 128)))
 def test_the_rule_suits_every_format(bits: int, group: int) -> None:
     sizes = ((1280, 8192), (7168, 8192), (8192, 3584), (6144, 4096), (96, 128), (576, 576), (192, 192), (4096, 10944))

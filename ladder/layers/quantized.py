@@ -97,7 +97,10 @@ class Quantized(StoredWeight):
     def packed(self) -> Packed | None:
         if self.storage.kind == "int4" and self.run != RUN:
             return None
-        group = self.storage.group if self.scales.shape[1] > 1 else self.inputs
+        several = self.scales.shape[1] > 1
+        group = self.storage.group if several else self.inputs
+        if several and (group < 32 or group & (group - 1)):  # kernels' tiles are powers of two, each of one group
+            return None
         zeros = None if self.zeros is None else self.zeros.data
         bits = 4 if self.storage.kind == "int4" else 8
         return Packed(self.codes.data, self.scales.data, zeros, bits, group, self.storage.activations, self.rows_alike)
