@@ -26,14 +26,22 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     """Writes log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
 
     def __init__(
-        self, options: TrainingOptions, staleness: Callable[[], float | None], file: Path, progress: Progress
+        self,
+        options: TrainingOptions,
+        staleness: Callable[[], float | None],
+        file: Path,
+        progress: Progress,
+        teacher: Any = None,
     ) -> None:
+        """`teacher`: the model that runs in every step beside the one that is trained."""
         self._options, self._staleness, self._file, self._progress = options, staleness, file, progress
+        self._teacher = teacher
         self._last, self._summary = (0, 0.0), ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         of_tokens = self._options.counted[0] == "tokens"
-        self._operations = operations(model, self._options.length) if of_tokens else 0.0
+        every = [each for each in (model, self._teacher) if each is not None and of_tokens]
+        self._operations = sum(operations(each, self._options.length) for each in every)
         self._peak = peak(args.device) if of_tokens else None
         self._last = (state.global_step, time.perf_counter())
         if args.should_save:
@@ -93,10 +101,11 @@ def operations(model: Any, seq_len: int) -> float:
     """Floating-point operations of training on one token: 2 for every weight that it is multiplied with, as many again
     for the gradient of the input and, where the weight is trained, for its own; and attention over the half of the
     sequence that a token sees on average. Gradients end at the first layer that is trained; those of a side network
-    pass the model's last norm and its head alone.
+    pass the model's last norm and its head alone; a model of which nothing is trained, a teacher, has none.
     """
     own = unwrapped(model)
     layers = layers_of(own)
+    learns = any(weight.requires_grad for weight in model.parameters())
     trained = (any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
     frozen = next((index for index, first in enumerate(trained) if first), len(layers))  # layers without a gradient
     unreached = {id(weight) for layer in layers[:frozen] for weight in layer.parameters()}
@@ -106,7 +115,7 @@ def operations(model: Any, seq_len: int) -> float:
         del weights[id(embedding.weight)]  # looked up, not multiplied with
     found: float = 2.0 * (frozen + 3 * (len(layers) - frozen)) * _heads_width(config) * seq_len
     for name, weight in weights.values():
-        passes = 3 if weight.requires_grad else 1 if id(weight) in unreached else 2
+        passes = 3 if weight.requires_grad else 2 if learns and id(weight) not in unreached else 1
         found += 2.0 * passes * weight.numel() * (_experts_share(config) if ".experts." in name else 1.0)
     return found
 

@@ -4,7 +4,9 @@
            + hidden_weight * |stream - teacher's|^2 / |teacher's|^2 after each layer, a mean over tokens and layers
 
 Logits are as large as tokens x vocabulary, so they are processed some tokens at a time, and the gradient is computed
-with the loss: no float32 tensor of that size ever exists.
+with the loss. Given what the head reads, and its weights (`Logits`), no tensor of that size ever exists: some tokens'
+logits of student and teacher are computed, the loss and its gradient by them, and from it the gradients by the head's
+input and weights. Given whole logits, no float32 tensor of that size exists.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ladder.hf.measures import kl_terms
+from ladder.train.head.logits import Logits, chunks
 
 IGNORED = -100  # target of a position that has none
-CHUNK_LOGITS = 1 << 26  # logits that are float32 at once
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,24 @@ def next_tokens(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+Wanted = Tensor | TopTokens | Logits  # a teacher's, of which some tokens' can be taken
+
+
 def distillation_loss(
-    student: Tensor,
-    teacher: Tensor | TopTokens | None,
+    student: Tensor | Logits,
+    teacher: Wanted | None,
     targets: Tensor,
     weights: LossWeights,
     chunk: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The loss of [tokens, vocabulary] logits, a mean over tokens of each term. `chunk`: a compiled `loss_chunk`."""
-    loss: Tensor = _DistillationLoss.apply(student, teacher, targets, weights, chunk or loss_chunk)  # type: ignore[no-untyped-call]
+    rest, chunk = (teacher, targets, weights), chunk or loss_chunk
+    loss: Tensor
+    if isinstance(student, Logits):
+        own = student.hidden, student.weight, student.bias
+        loss = _FusedLoss.apply(*own, student.dtype, *rest, chunk)  # type: ignore[no-untyped-call]
+    else:
+        loss = _DistillationLoss.apply(student, *rest, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -67,17 +78,15 @@ class _DistillationLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         student: Tensor,
-        teacher: Tensor | TopTokens | None,
+        teacher: Wanted | None,
         targets: Tensor,
         weights: LossWeights,
         chunk: Callable[..., Tensor],
     ) -> Tensor:
-        tokens = max(1, CHUNK_LOGITS // student.shape[-1])
         counted = (targets != IGNORED).sum().clamp(min=1).double()
         total = torch.zeros((), device=student.device, dtype=torch.float32)
         gradient = torch.empty_like(student)
-        for at in range(0, len(student), tokens):
-            here = slice(at, at + tokens)
+        for here in chunks(student.shape, student.device):
             part = teacher[here] if teacher is not None else None
             total += chunk(gradient[here], student[here], part, targets[here], weights, len(student), counted)
         ctx.save_for_backward(gradient)
@@ -87,6 +96,62 @@ class _DistillationLoss(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient.mul_(slopes[0]), None, None, None, None  # a scalar: multiplied in the gradient's own dtype
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The same with the head's product, logits = hidden weight^T + bias; by G, the gradient by some tokens' logits:
+
+    d hidden = G weight,    d weight = sum over chunks of G^T hidden,    d bias = sum of G
+
+    The sums are float32 at least, whatever the dtype of the products is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        teacher: Wanted | None,
+        targets: Tensor,
+        weights: LossWeights,
+        chunk: Callable[..., Tensor],
+    ) -> Tensor:
+        own = Logits(hidden, weight, bias, dtype).cast()
+        counted = (targets != IGNORED).sum().clamp(min=1).double()
+        total = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        needed, wide = ctx.needs_input_grad, torch.promote_types(dtype, torch.float32)
+        by_hidden = torch.empty_like(own.hidden) if needed[0] else None
+        by_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        by_bias = torch.zeros_like(bias, dtype=wide) if needed[2] and bias is not None else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for here in chunks(own.shape, hidden.device):
+                logits, part = own[here], teacher[here] if teacher is not None else None
+                slope = torch.empty_like(logits)
+                total += chunk(slope, logits, part, targets[here], weights, len(hidden), counted)
+                if by_hidden is not None:
+                    torch.mm(slope, own.weight, out=by_hidden[here])
+                if by_weight is not None:
+                    _add_product(by_weight, slope.mT, own.hidden[here])
+                if by_bias is not None:
+                    by_bias += slope.sum(0, dtype=wide)
+        gradients = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
+        ctx.save_for_backward(*(None if by is None or of is None else by.to(of.dtype) for by, of in gradients))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None if gradient is None else gradient.mul_(slopes[0]) for gradient in ctx.saved_tensors)
+        return *found, None, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b"""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def loss_chunk(

@@ -19,6 +19,7 @@ from ladder.config.fields import read_json
 from ladder.errors import LadderError
 from ladder.files import writable, write_json, write_text
 from ladder.progress import Progress
+from ladder.train.head import Head, Logits
 from ladder.train.loss import TopTokens, top_tokens
 
 COMPLETE, STARTED, DONE, LOCK = "teacher.json", "asked.json", "answered.bin", "lock"
@@ -33,10 +34,11 @@ class Teacher(Protocol):
     """The original's logits for a batch."""
 
     online: bool  # it can evaluate any text
+    model: Any  # which runs in every step; None: none does
 
     def outputs(
         self, inputs: dict[str, Tensor], streams: bool = False
-    ) -> tuple[Tensor | TopTokens, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor | TopTokens | Logits, tuple[Tensor, ...]]:
         """For a batch [sequences, tokens]: logits [sequences * tokens, vocabulary], or the top of them; and with
         `streams` the residual stream after each layer.
         """
@@ -49,21 +51,27 @@ class OnlineTeacher:
     online = True
 
     def __init__(self, model: Any) -> None:
-        self._model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
+        self._head = Head(model)
 
-    def outputs(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def outputs(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Tensor | Logits, tuple[Tensor, ...]]:
         tokens = inputs["input_ids"]
-        if self._model.device != tokens.device:
-            self._model.to(tokens.device)
+        if self.model.device != tokens.device:
+            self.model.to(tokens.device)
+
+        def run(tokens: Tensor) -> Any:
+            return self.model(input_ids=tokens, use_cache=False, output_hidden_states=streams)
+
         with torch.no_grad():
-            found = self._model(input_ids=tokens, use_cache=False, output_hidden_states=streams)
-        return found.logits.flatten(0, 1), found.hidden_states[1:] if streams else ()
+            found, logits = self._head.logits(run, tokens)
+        return logits, found.hidden_states[1:] if streams else ()
 
 
 class CachedTeacher:
     """The top of the logits, which `TeacherCache` puts into each batch."""
 
     online = False
+    model = None
 
     def outputs(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[TopTokens, tuple[Tensor, ...]]:
         log_probs, ids = (inputs[name].flatten(0, 1) for name in ("teacher_log_probs", "teacher_ids"))

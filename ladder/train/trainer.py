@@ -5,7 +5,7 @@ import random
 import shutil
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ladder.hf import set_staleness
 from ladder.hf.measures import perplexity_of
 from ladder.progress import Progress
 from ladder.train.folder import complete_checkpoints, mark_complete
+from ladder.train.head import Head, Logits, chunks
 from ladder.train.log import AlreadyTrained, RunLog
 from ladder.train.loss import LossWeights, distillation_loss, hidden_distance, loss_chunk, next_tokens
 from ladder.train.muon import muon
@@ -90,6 +91,7 @@ def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
         logging_steps=options.log_every, logging_nan_inf_filter=False, save_steps=options.save_steps,
         eval_strategy="steps", eval_steps=options.eval_every or max(1, steps // 10), report_to=[], disable_tqdm=True,
         remove_unused_columns=False, dataloader_num_workers=2 if on_gpu else 0, dataloader_pin_memory=on_gpu,
+        accelerator_config={"non_blocking": on_gpu},  # or every batch waits for all that the GPU has still to do
         dataloader_drop_last=True, ddp_find_unused_parameters=False,
     )  # fmt: skip
     if options.fsdp and made.world_size == 1:
@@ -137,9 +139,11 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = False  # sequences are of one length: a mean of means is the mean
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self._head = Head(model)
         self._loss_chunk = torch.compile(loss_chunk, dynamic=False) if options.compiled else loss_chunk
         self._schedule = staleness
-        self.add_callback(RunLog(options, self.staleness, Path(args.output_dir).parent / "log.jsonl", progress))
+        file, beside = Path(args.output_dir).parent / "log.jsonl", None if teacher is None else teacher.model
+        self.add_callback(RunLog(options, self.staleness, file, progress, beside))
         self.add_callback(_StalenessCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -159,6 +163,9 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
             if self._options.precision == "bfloat16":
                 state.fsdp_plugin.set_mixed_precision("bf16")
             self.is_fsdp_enabled = True
+        if (policy := getattr(getattr(state, "fsdp_plugin", None), "mixed_precision_policy", None)) is not None:
+            # the head returns the loss, which stays float32, and so does its gradient; all else is bfloat16 anyway
+            state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self._options.optimizer == "muon" and self.optimizer is None:
@@ -180,13 +187,19 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         weights, streams = self._weights, bool(self._weights.hidden)
         more = {"output_hidden_states": True} if streams else {}  # which not every model takes
-        outputs = self._forward(model, inputs, **more)
         teacher: Any = None
         wanted: tuple[Tensor, ...] = ()
         if self._teacher is not None and (weights.kl or streams):
             teacher, wanted = self._teacher.outputs(inputs, streams)
         targets = next_tokens(inputs["labels"]).flatten()
-        loss = distillation_loss(outputs.logits.flatten(0, 1), teacher, targets, weights, self._loss_chunk)
+
+        def run(tokens: Tensor) -> Any:
+            return self._forward(model, {"input_ids": tokens}, **more)
+
+        def loss_of(logits: Tensor | Logits) -> Tensor:
+            return distillation_loss(logits, teacher if weights.kl else None, targets, weights, self._loss_chunk)
+
+        outputs, loss = self._head.apply(run, inputs["input_ids"], loss_of)
         if streams:
             loss = loss + weights.hidden * hidden_distance(outputs.hidden_states[1:], wanted)
         return (loss, None) if return_outputs else loss
@@ -243,14 +256,27 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
 
     def _scores(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Sums over a batch: nats, targets, KL, tokens whose likeliest successor is the teacher's."""
-        logits = self._forward(model, inputs).logits.flatten(0, 1)
+        wanted: Any = None
+        if self._teacher is not None and self._teacher.online:
+            wanted, _ = self._teacher.outputs(inputs)
         targets = next_tokens(inputs["labels"]).flatten()
+
+        def sums_of(logits: Tensor | Logits) -> Tensor:
+            parts = chunks(logits.shape, targets.device)
+            return torch.stack(
+                [self._chunk_scores(logits[at], None if wanted is None else wanted[at], targets[at]) for at in parts]
+            ).sum(0)
+
+        _, sums = self._head.apply(
+            lambda tokens: self._forward(model, {"input_ids": tokens}), inputs["input_ids"], sums_of
+        )
+        return sums
+
+    def _chunk_scores(self, logits: Tensor, wanted: Tensor | None, targets: Tensor) -> Tensor:
         counted = (targets >= 0).sum()
         nats = distillation_loss(logits, None, targets, LossWeights(0.0, 1.0)) * counted
         kl = agree = nats.new_zeros(())
-        if self._teacher is not None and self._teacher.online:
-            wanted, _ = self._teacher.outputs(inputs)
-            assert isinstance(wanted, Tensor)
+        if wanted is not None:
             kl = distillation_loss(logits, wanted, targets, LossWeights(1.0, 0.0)) * len(logits)
             agree = (logits.argmax(-1) == wanted.argmax(-1)).sum()
         return torch.stack([nats.double(), counted.double(), kl.double(), agree.double()])
