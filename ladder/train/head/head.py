@@ -43,9 +43,11 @@ class Head:
         if not self._fused:
             outputs = run(tokens)
             return outputs, use(outputs.logits.flatten(0, 1))
-        with self._replaced(use):
+        made: list[Tensor] = []
+        with self._replaced(lambda logits: made.append(use(logits)) or made[-1]):
             outputs = run(tokens)
-        return outputs, outputs.logits
+        assert len(made) == 1 and outputs.logits is made[0], "the model does in training what it does not in evaluation"
+        return outputs, made[0]
 
     def logits(self, run: Run, tokens: Tensor) -> tuple[Any, Tensor | Logits]:
         """The model's output, and its logits, to be used after the pass."""
