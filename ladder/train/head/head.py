@@ -44,7 +44,12 @@ class Head:
             outputs = run(tokens)
             return outputs, use(outputs.logits.flatten(0, 1))
         made: list[Tensor] = []
-        with self._replaced(lambda logits: made.append(use(logits)) or made[-1]):
+
+        def keep(logits: Tensor | Logits) -> Tensor:
+            made.append(use(logits))
+            return made[-1]
+
+        with self._replaced(keep):
             outputs = run(tokens)
         assert len(made) == 1 and outputs.logits is made[0], "the model does in training what it does not in evaluation"
         return outputs, made[0]
