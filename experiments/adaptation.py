@@ -52,7 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fit": {"staleness": 0.0},
     "fittext": {"staleness": 0.0, "lm_weight": 0.5},
     "fitlayers": {"staleness": 0.0, "method": "layers"},
-    "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
+    "lora": {"staleness": 0.5, "method": "lora", "lora_rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
 }

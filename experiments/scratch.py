@@ -93,7 +93,7 @@ def work_of(arm: ScratchRun) -> float:
     row = recipe(arm.recipe)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config(row.config))
-    return operations(model, row.training["window"])
+    return operations(model, row.training["seq_len"])
 
 
 def matrix_peak() -> float:
