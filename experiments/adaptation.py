@@ -13,9 +13,9 @@ is layers and a way, as in half-distill:
             with nothing but the rewired layers trained, and side, from what `ladder fit` makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
-perplexity, KL, agreement, tasks; with --between also for weights that went only a share of the way from the fitted to
-the trained ones. An arm that is in WORK already is only measured, and what is measured there is not measured again:
-keep one WORK for one MODEL, DATA, VALID and TASKS.
+perplexity, KL, agreement, what it writes after prompts of VALID, tasks; with --between also for weights that went only
+a share of the way from the fitted to the trained ones. An arm that is in WORK already is only measured, and what is
+measured there is not measured again: keep one WORK for one MODEL, DATA, VALID and TASKS.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from experiments.choices import scores
 from ladder.bench.machine import machine
 from ladder.data.shards import Shards
 from ladder.hf import rewire
+from ladder.hf.continuations import Continuations, prompts_of
 from ladder.hf.measures import distance, perplexity
 from ladder.scan.fit import fit
 from ladder.scan.options import FitOptions
@@ -57,6 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
 }
 RATES = {"finetune": 3e-4, "side": 3e-3, "fitside": 3e-3}  # elsewhere 1e-3
+PROMPTS = 256  # of the held-out text, which are continued
 LAYERS = ("half", "scanned", "all", "none")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -108,6 +110,7 @@ class Experiment:
         self._given = given
         self._tokenizer = AutoTokenizer.from_pretrained(given.model)
         self._original = load(given.model)
+        self._written: Continuations | None = None  # the original's
         given.work.mkdir(parents=True, exist_ok=True)
 
     def wiring(self, arm: str) -> str:
@@ -175,7 +178,9 @@ class Experiment:
         print(json.dumps({"arm": name, "wiring": wiring, **facts, **found}), flush=True)
 
     def _measured(self, model: Any) -> dict[str, Any]:
-        """Perplexity of two texts, KL and agreement on one of them, accuracy of the tasks and their mean."""
+        """Perplexity of two texts, KL and agreement on one of them, what is written after prompts of that one, accuracy
+        of the tasks and their mean.
+        """
         tasks, tokenizer = self._given.tasks, self._tokenizer
         text = tokenizer((tasks / "wikitext2_test.txt").read_text(encoding="utf-8"))["input_ids"]
         found: dict[str, Any] = {"wikitext2_perplexity": perplexity(model, text, window=1024).value}
@@ -185,6 +190,9 @@ class Experiment:
         found |= {"valid_perplexity": far.perplexity.value, "kl": far.kl.value, "agreement": far.agreement.value}
         if self._given.quick:
             return found
+        if self._written is None:
+            self._written = Continuations(self._original, prompts_of(held_out, PROMPTS), batch=PROMPTS // 4)
+        found |= {name: estimate.value for name, estimate in self._written.of(model)._asdict().items()}
         main = []
         for task in TASKS:
             for name, value in scores(model, tokenizer, tasks / f"{task}.jsonl").items():

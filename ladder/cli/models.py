@@ -146,7 +146,7 @@ class EvalOptions:
 
 @verb(EvalOptions, name="eval")
 def evaluate(options: EvalOptions) -> None:
-    """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL and greedy agreement."""
+    """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL, agreement, and what they write."""
     _check(options)
     from ladder.hf.evaluate import evaluate, table  # imports for seconds: not for what can be refused at once
 
