@@ -13,12 +13,12 @@ is layers and a way, as in half-distill, 27-fittext or 27:parallel-1-fittext:
             other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
             lora, side (a network beside the rewired model), fit, fittext, fitlayers and fitside (distill, text, distill
             with nothing but the rewired layers trained, and side, from what `ladder fit` makes of --fit-tokens),
-            fitpolicy (fittext, the last tenth of the steps on text that the model writes)
+            fitpolicy (fittext, the last 2% of the steps on text that the model writes)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
-perplexity, KL, agreement, continuations (`ladder eval --continuations`), tasks; with --between also for weights that went only a share of the way from the fitted to
-the trained ones. An arm that is in WORK already is only measured, and what is measured there is not measured again:
-keep one WORK for one MODEL, DATA, VALID and TASKS.
+perplexity, KL, agreement, continuations (`ladder eval --continuations`), tasks; with --between also for weights that
+went only a share of the way from the fitted to the trained ones. An arm that is in WORK already is only measured, and
+what is measured there is not measured again: keep one WORK for one MODEL, DATA, VALID and TASKS.
 """
 
 import argparse
@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"staleness": 0.5, "method": "lora", "lora_rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
-    "fitpolicy": {"staleness": 0.0, "lm_weight": 0.5, "on_policy": 0.1},
+    "fitpolicy": {"staleness": 0.0, "lm_weight": 0.5, "on_policy": 0.02},
 }
 RATES = {"finetune": 3e-4, "side": 3e-3, "fitside": 3e-3}  # elsewhere 1e-3
 LAYERS = ("half", "scanned", "all", "none")  # or a number

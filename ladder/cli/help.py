@@ -37,6 +37,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "quantize": ("ladder quantize DIR OUT --format int4 --group 64 --calibrate book.txt",),
     "eval": (
         "ladder eval DIR OUT --text book.txt --tokens 20000 --source DIR",
+        "ladder eval DIR OUT --text book.txt --source DIR --continuations 256",
         "ladder eval DIR --wiring standard --wiring ladder --task hellaswag --limit 100",
     ),
     "plan": (

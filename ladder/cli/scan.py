@@ -253,5 +253,7 @@ def _proposed(proposal: "Proposal", fitted: int) -> str:
     if proposal.budget is not None and proposal.over:
         lines.append(f"the budget of {proposal.budget:g} is missed by {proposal.over:.4g} nats per token")
     if not fitted:
-        lines.append("before fitting, which can turn the order of sets round: --fit 131072 proposes by what is left then")
+        lines.append(
+            "before fitting, which can turn the order of sets round: --fit 131072 proposes by what is left then"
+        )
     return "\n".join([*lines, f'--wiring "{damage.wiring}"'])
