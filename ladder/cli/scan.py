@@ -253,7 +253,5 @@ def _proposed(proposal: "Proposal", fitted: int) -> str:
     if proposal.budget is not None and proposal.over:
         lines.append(f"the budget of {proposal.budget:g} is missed by {proposal.over:.4g} nats per token")
     if not fitted:
-        lines.append(
-            "before fitting, which can change the order of sets: --fit 131072 proposes by what is left then"
-        )
+        lines.append("before fitting, which can change the order of sets: --fit 131072 proposes by what is left then")
     return "\n".join([*lines, f'--wiring "{damage.wiring}"'])
