@@ -137,8 +137,11 @@ def _kl(log_probs: Tensor, probs: Tensor, teacher: Tensor | TopTokens, reverse: 
             return kl_terms(wanted, log_probs).sum(-1), probs - wanted.exp()
         terms = kl_terms(log_probs, wanted)
         back = terms.sum(-1)
-        kl = (1 - reverse) * kl_terms(wanted, log_probs).sum(-1) + reverse * back
-        return kl, (1 - reverse) * (probs - wanted.exp()) + reverse * (terms - probs * back.unsqueeze(-1))
+        kl, slope = reverse * back, reverse * (terms - probs * back.unsqueeze(-1))
+        if reverse < 1:
+            kl = kl + (1 - reverse) * kl_terms(wanted, log_probs).sum(-1)
+            slope = slope + (1 - reverse) * (probs - wanted.exp())
+        return kl, slope
     wanted, own = teacher.log_probs.to(log_probs.dtype), log_probs.gather(-1, teacher.ids)
     wanted_rest, own_rest = _rest(wanted.exp()), _rest(own.exp())
     kl = kl_terms(wanted, own).sum(-1) + wanted_rest * (wanted_rest.log() - own_rest.log())
