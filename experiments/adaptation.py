@@ -9,8 +9,9 @@ is layers and a way, as in half-distill:
             none: the original, trained as long
     way     finetune, distill, schedule (distill, with a staleness that moves), first, last, chance (that moves in
             other ways), streams (schedule, and the original's streams), text (schedule, and the language-model loss),
-            lora, side (a network beside the rewired model), fit, fittext, fitlayers and fitside (distill, text, distill
-            with nothing but the rewired layers trained, and side, from what `ladder fit` makes of --fit-tokens)
+            lora, side (a network beside the rewired model), fit, fittext, fitpolicy, fitlayers and fitside (distill,
+            text, text with a last tenth on its own text, distill with nothing but the rewired layers trained, and side,
+            from what `ladder fit` makes of --fit-tokens)
 
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
 perplexity, KL, agreement, tasks; with --between also for weights that went only a share of the way from the fitted to
@@ -51,8 +52,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "text": {"staleness": 0.5, "lm_weight": 0.5},
     "fit": {"staleness": 0.0},
     "fittext": {"staleness": 0.0, "lm_weight": 0.5},
+    "fitpolicy": {"staleness": 0.0, "lm_weight": 0.5, "on_policy": 0.1},
     "fitlayers": {"staleness": 0.0, "method": "layers"},
-    "lora": {"staleness": 0.5, "method": "lora", "rank": 64},
+    "lora": {"staleness": 0.5, "method": "lora", "lora_rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
 }
@@ -155,7 +157,8 @@ class Experiment:
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
             begun = {"init_from": self.fitted(arm)[0]} if is_fitted(arm) else {}
-            adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **WAYS[way], **begun), run, lambda *_: None)
+            wish = {"lm_weight": 0.0, "fit_tokens": 0, **WAYS[way], **begun}  # what is fitted is measured before
+            adapt(AdaptOptions(str(given.model), out, self.wiring(arm), **wish), run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
