@@ -56,11 +56,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "text": {"staleness": 0.5, "lm_weight": 0.5},
     "fit": {"staleness": 0.0},
     "fittext": {"staleness": 0.0, "lm_weight": 0.5},
+    "fitpolicy": {"staleness": 0.0, "lm_weight": 0.5, "on_policy": 0.02},
     "fitlayers": {"staleness": 0.0, "method": "layers"},
     "lora": {"staleness": 0.5, "method": "lora", "lora_rank": 64},
     "side": {"staleness": 0.0, "method": "side", "reduction": 4},
     "fitside": {"staleness": 0.0, "method": "side", "reduction": 4},
-    "fitpolicy": {"staleness": 0.0, "lm_weight": 0.5, "on_policy": 0.02},
 }
 RATES = {"finetune": 3e-4, "side": 3e-3, "fitside": 3e-3}  # elsewhere 1e-3
 LAYERS = ("half", "scanned", "all", "none")  # or a number

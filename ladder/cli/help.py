@@ -30,7 +30,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "fit": ('ladder fit DIR OUT --data TOKENS --wiring "standard:15 ladder:15"',),
     "data": ("ladder data TOKENS book.txt more.jsonl --tokenizer DIR", "ladder data TOKENS book.txt --vocab 4096"),
     "adapt": (
-        "ladder adapt DIR OUT --data TOKENS --wiring ladder --init-from FITTED",
+        'ladder adapt DIR OUT --data TOKENS --wiring "standard:15 ladder:15"',
         "ladder adapt DIR OUT --data TOKENS --method lora --lora-rank 32",
     ),
     "train": ("ladder train OUT --recipe 50M --data TOKENS --wiring ladder",),

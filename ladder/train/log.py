@@ -23,12 +23,14 @@ class AlreadyTrained(Exception):
 
 
 class RunLog(TrainerCallback):  # type: ignore[misc]
-    """Writes log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
+    """Writes log.jsonl; a resumed run's file begins with the lines of its checkpoint. `stage`: what a line says of the
+    steps since an earlier one.
+    """
 
     def __init__(
-        self, options: TrainingOptions, staleness: Callable[[], float | None], file: Path, progress: Progress
+        self, options: TrainingOptions, stage: Callable[[int], dict[str, float]], file: Path, progress: Progress
     ) -> None:
-        self._options, self._staleness, self._file, self._progress = options, staleness, file, progress
+        self._options, self._stage, self._file, self._progress = options, stage, file, progress
         self._last, self._summary = (0, 0.0), ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
@@ -51,8 +53,8 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         line[name] = state.global_step * each
         if "loss" in line:
             line |= self._speed(state.global_step, args.world_size)
-            if (now := self._staleness()) is not None:
-                line["staleness"] = round(now, 4)
+            before = max((each["step"] for each in state.log_history[:-1] if "loss" in each), default=0)
+            line |= {name: round(value, 4) for name, value in self._stage(before).items()}
         if args.should_save:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
