@@ -124,7 +124,7 @@ def options(shape: Shape, setting: Setting, work: Path) -> tuple[AdaptOptions, T
         recompute=setting.recompute,
     )  # fmt: skip
     teacher = {"online": {}, "top": {"teacher_top": 64}, "none": {"kl_weight": 0.0, "lm_weight": 1.0}}[setting.teacher]
-    named: dict[str, Any] = {"staleness": 0.0, **teacher}
+    named: dict[str, Any] = {"staleness": 0.0, "fit_tokens": 0, **teacher}
     return AdaptOptions(str(work / "model"), work / "out" / setting.name, **named), training
 
 

@@ -28,23 +28,23 @@ def main() -> None:
     parser.add_argument("wiring", nargs="+")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 17])
     parser.add_argument("--ridge", type=float, nargs="+", default=[0.01])
-    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--seq-len", type=int, default=1024)
     given = parser.parse_args()
     for wiring, tokens, ridge in itertools.product(given.wiring, given.tokens, given.ridge):
         with tempfile.TemporaryDirectory() as folder:
             wish = FitOptions(
-                str(given.model), Path(folder) / "out", wiring, given.data, tokens, given.window, ridge=ridge,
+                str(given.model), Path(folder) / "out", wiring, given.data, tokens, given.seq_len, ridge=ridge,
                 dtype="float32",
             )  # fmt: skip
             begin = time.time()
             found = fit(wish, lambda *_: None)
         line: dict[str, Any] = {"model": given.model.name, "wiring": wiring, "tokens": found.tokens, "ridge": ridge}
-        line |= {"window": given.window, "seconds": round(time.time() - begin, 1)}
+        line |= {"seq_len": given.seq_len, "seconds": round(time.time() - begin, 1)}
         line["original_perplexity"] = found.original
         for name, far in (("rewired", found.rewired), ("fitted", found.fitted)):
             line |= {f"{name}_perplexity": far.perplexity.value, f"{name}_kl": far.kl.value}
             line |= {f"{name}_kl_stderr": far.kl.stderr, f"{name}_agreement": far.agreement.value}
-        line |= {"measured_on": found.fitted.kl.n, **machine(torch.device(wish.place))}
+        line |= {"measured_on": found.fitted.kl.n, **machine(torch.device(wish.device_type))}
         print(json.dumps(line), flush=True)
 
 

@@ -44,6 +44,9 @@ ARMS = {
     "lag-2": ScratchRun("50M", "ladder-2"),
     "lag-1-2": ScratchRun("50M", "ladder-1-2"),
     "desync-2x": ScratchRun("50M", "desync-2x", ranks=2),
+    "parallel-1": ScratchRun("50M", "parallel-1"),
+    "parallel-1-2nd": ScratchRun("50M", "parallel-1", seed=2),
+    "desync-2x-1": ScratchRun("50M", "desync-2x-1", ranks=2),
 }
 
 
@@ -93,7 +96,7 @@ def work_of(arm: ScratchRun) -> float:
     row = recipe(arm.recipe)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config(row.config))
-    return operations(model, row.training["window"])
+    return operations(model, row.training["seq_len"])
 
 
 def matrix_peak() -> float:

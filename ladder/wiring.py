@@ -23,8 +23,8 @@ A layer has as many sub-blocks as its family: two, or three in a decoder that al
 cross-attention, MLP). Rows that speak of a layer say it so: in `parallel` all but its last are held, and all of them
 share the last one's all-reduce; in `ladder-A-M` every attention has lag A. All other rows count sub-blocks.
 
-A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `ladder@16-31` (the rest standard);
-`ladder standard@0,30-31` (a default, then exceptions).
+A `Wiring` names one row per layer. As text: `ladder`; `standard:16 ladder:16`; `standard:3 ladder` (the first 3, then
+all others); `ladder@16-31` (the rest standard); `ladder standard@0,30-31` (a default, then exceptions).
 """
 
 import re
@@ -171,18 +171,24 @@ class Wiring:
 
     @classmethod
     def _from_runs(cls, items: Sequence[str], text: str, layers: int) -> "Wiring":
-        names: list[str] = []
+        runs: list[tuple[str, int | None]] = []  # None: the layers that the others leave
         for item in items:
-            name, _, count = item.partition(":")
-            if not re.fullmatch(r"[1-9][0-9]{0,5}", count):
+            name, colon, count = item.partition(":")
+            if colon and not re.fullmatch(r"[1-9][0-9]{0,5}", count):
                 raise LadderError(f"wiring {text!r}: {item!r} is not NAME:COUNT, as in 'standard:16 ladder:16'")
             canonical(name)
-            if len(names) + int(count) > layers:
-                raise LadderError(f"wiring {text!r} covers more than the model's {layers} layers")
-            names += [name] * int(count)
-        if len(names) != layers:
-            raise LadderError(f"wiring {text!r} covers {len(names)} layers, the model has {layers}")
-        return cls(tuple(names))
+            runs.append((name, int(count) if colon else None))
+        open_ended = [name for name, count in runs if count is None]
+        if len(open_ended) > 1:
+            raise LadderError(f"wiring {text!r}: {open_ended[1]!r} needs a count, as one run alone may be what is left")
+        counted = sum(count or 0 for _, count in runs)
+        if counted > layers:
+            raise LadderError(f"wiring {text!r} covers more than the model's {layers} layers")
+        if not open_ended and counted < layers:
+            raise LadderError(f"wiring {text!r} covers {counted} layers, the model has {layers}")
+        if open_ended and counted == layers:
+            raise LadderError(f"wiring {text!r} leaves no layer of the model's {layers} to {open_ended[0]!r}")
+        return cls(tuple(name for name, count in runs for _ in range(layers - counted if count is None else count)))
 
     @classmethod
     def from_ladder_layers(cls, value: object, layers: int) -> "Wiring":

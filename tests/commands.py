@@ -39,7 +39,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "bench": ("--size", "tiny", "--prompt", "8", "--new", "2", "--repetitions", "2", "--device", "cpu"),
     "chat": ("--max-new-tokens", "2"),
     "demo": ("--seconds", "1", "--device", "cpu"),
-    "eval": ("--limit", "2", "--window", "64"),
+    "eval": ("--limit", "2", "--window", "64", "--prompt-tokens", "8", "--new-tokens", "4"),
     "explore": (
         *("--size", "llama-3-8b", "--chip", "h200", "--tp", "8", "--link", "nvlink_nccl"),
         *("--batch", "1", "--prompt", "1024", "--weights", "bf16"),
@@ -61,6 +61,7 @@ INSTEAD = {
     ("--recipe", "50M"): "embedded",
     ("--recipe", "paper-3B"): "embedded",
     ("--size", "quick"): "tiny",
+    ("--continuations", "256"): "3",
 }
 RANKS = {("bench", "8"): "2", ("train", "4"): "2"}  # by verb and value of --tp
 

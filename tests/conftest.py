@@ -89,9 +89,8 @@ def model(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It, after a run that nothing happened to: 24 steps, staleness 1 after 12."""
     from ladder.train.distill import adapt
-    from ladder.train.options import AdaptOptions
     from tests import training as tiny
 
     out = tmp_path_factory.mktemp("adapted") / "out"
-    adapt(AdaptOptions(str(model), out), tiny.adapting(data), tiny.silent)
+    adapt(tiny.distilling(model, out), tiny.adapting(data), tiny.silent)
     return out

@@ -18,7 +18,7 @@ from ladder.train.distill import adapt
 from ladder.train.options import AdaptOptions
 from ladder.train.side import SideModel
 from tests import training as tiny
-from tests.training import SEQ_LEN, adapting, log, silent, weights
+from tests.training import SEQ_LEN, adapting, distilling, log, silent, weights
 
 ROWS = 12  # of an evaluation
 
@@ -39,7 +39,7 @@ def test_comes_near_to_the_original(method: str, model: Path, data: Path, tmp_pa
         "do_sample": False,
     }  # as of Llama 2: not to transformers' taste
     (copied / "generation_config.json").write_text(json.dumps(wishes))
-    options = AdaptOptions(str(copied), out, method=method, reduction=1)
+    options = distilling(copied, out, method=method, reduction=1)
     found = adapt(options, adapting(data, 40, eval_every=20, save_every=20), silent)
     original = AutoModelForCausalLM.from_pretrained(copied)
     begun = measured(rewire(AutoModelForCausalLM.from_pretrained(copied), "ladder"), copied, data)
@@ -70,7 +70,7 @@ def test_the_rewired_layers_alone(model: Path, data: Path, tmp_path: Path) -> No
     """Everything else stays as it was, to the last bit; recomputed or not."""
     wiring, before = "standard:1 ladder:2", weights(model)
     for name, changes in {"out": {}, "again": {"recompute": True}}.items():
-        options = AdaptOptions(str(model), tmp_path / name, wiring, method="layers", staleness=0.0)
+        options = distilling(model, tmp_path / name, wiring, method="layers", staleness=0.0)
         adapt(options, adapting(data, 16, eval_every=16, **changes), silent)
     after = weights(tmp_path / "out")
     kept = {name for name, weight in after.items() if torch.equal(weight, before[name])}
@@ -86,7 +86,7 @@ def test_the_rewired_layers_alone(model: Path, data: Path, tmp_path: Path) -> No
 def test_wirings_that_keep_sums_local(model: Path, data: Path, tmp_path: Path) -> None:
     """As the ranks that they are for would compute them."""
     out = tmp_path / "out"
-    options = AdaptOptions(str(model), out, "desync-2x", ranks=2, staleness=0.0)
+    options = distilling(model, out, "desync-2x", ranks=2, staleness=0.0)
     found = adapt(options, adapting(data, 16, eval_every=16), silent)
     loaded, rewired = (AutoModelForCausalLM.from_pretrained(each) for each in (out, model))
     assert loaded.config.wiring_ranks == 2
@@ -99,7 +99,7 @@ def test_half_precision_and_recomputing(data: Path, tmp_path: Path) -> None:
     """The original's type in the file; what is computed is near to float32."""
     original = tiny.model(tmp_path / "half", data, torch.bfloat16, tie_word_embeddings=True)
     for name, changes in {"wide": {}, "narrow": {"dtype": "bfloat16", "recompute": True}}.items():
-        adapt(AdaptOptions(str(original), tmp_path / name), adapting(data, 8, **changes), silent)
+        adapt(distilling(original, tmp_path / name), adapting(data, 8, **changes), silent)
         found = weights(tmp_path / name)
         assert {each.dtype for each in found.values()} == {torch.bfloat16} and "lm_head.weight" not in found
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
@@ -111,7 +111,7 @@ def test_half_precision_and_recomputing(data: Path, tmp_path: Path) -> None:
 def test_evaluation_is_under_the_wiring_itself(model: Path, data: Path, tmp_path: Path) -> None:
     """With hardly any learning: the loss grows with the staleness, from nothing; the evaluations know none."""
     out = tmp_path / "out"
-    adapt(AdaptOptions(str(model), out), adapting(data, 12, lr=1e-12, log_every=1, eval_every=1), silent)
+    adapt(distilling(model, out), adapting(data, 12, lr=1e-12, log_every=1, eval_every=1), silent)
     wanted = measured(rewire(AutoModelForCausalLM.from_pretrained(model), "ladder"), model, data)
     assert [value for _, value in log(out, "eval_kl")] == pytest.approx([wanted.kl.value] * 12, abs=tiny.nats())
     losses = [value for _, value in log(out)]
@@ -122,26 +122,26 @@ def test_the_teachers_top(model: Path, data: Path, adapted: Path, tmp_path: Path
     """Almost all of the vocabulary on disk teaches what the teacher in memory does; a few words teach less."""
     out = tmp_path / "out"
     told: list[str] = []
-    options = AdaptOptions(str(model), out, teacher_top=298)
+    options = distilling(model, out, teacher_top=298)
     found = adapt(options, adapting(data), lambda done, total, what: told.append(what))
     assert [value for _, value in log(out)] == pytest.approx([value for _, value in log(adapted)], abs=5e-3)
     assert "eval_kl" not in found and "running the original" in told and (out / "teacher/teacher.json").exists()
     one, other = (measured(AutoModelForCausalLM.from_pretrained(each), model, data).kl.value for each in (out, adapted))
     assert one == pytest.approx(other, rel=0.02)
     few = tmp_path / "few"
-    adapt(AdaptOptions(str(model), few, teacher_top=1), adapting(data), silent)
+    adapt(distilling(model, few, teacher_top=1), adapting(data), silent)
     assert measured(AutoModelForCausalLM.from_pretrained(few), model, data).kl.value > 1.1 * one
 
 
 def test_plain_fine_tuning(model: Path, data: Path, tmp_path: Path) -> None:
     """No teacher: the text alone, at once under the wiring."""
-    options = AdaptOptions(str(model), tmp_path / "out", kl_weight=0.0, lm_weight=1.0, staleness=0.0)
+    options = distilling(model, tmp_path / "out", kl_weight=0.0, lm_weight=1.0, staleness=0.0)
     found = adapt(options, adapting(data, 12), silent)
     losses = [value for _, value in log(tmp_path / "out")]
     assert losses[-1] < losses[0] - 0.5 and "eval_kl" not in found
     assert log(tmp_path / "out", "staleness") == []
     assert "by fine-tuning on text alone" in " ".join((tmp_path / "out" / "README.md").read_text().split())
-    both = AdaptOptions(str(model), tmp_path / "both", lm_weight=0.5, staleness=0.0)
+    both = distilling(model, tmp_path / "both", lm_weight=0.5, staleness=0.0)
     adapt(both, adapting(data, 1), silent)
     card = " ".join((tmp_path / "both" / "README.md").read_text().split())
     assert "by distillation from the original and by fine-tuning on text" in card
@@ -149,7 +149,7 @@ def test_plain_fine_tuning(model: Path, data: Path, tmp_path: Path) -> None:
 
 def test_the_originals_streams_teach_too(model: Path, data: Path, tmp_path: Path) -> None:
     """Without a word about its answers: what it says comes near, since what it is made of does."""
-    options = AdaptOptions(str(model), tmp_path / "out", kl_weight=0.0, hidden_weight=1.0, staleness=0.0)
+    options = distilling(model, tmp_path / "out", kl_weight=0.0, hidden_weight=1.0, staleness=0.0)
     found = adapt(options, adapting(data, 30), silent)
     losses = [value for _, value in log(tmp_path / "out")]
     begun = measured(rewire(AutoModelForCausalLM.from_pretrained(model), "ladder"), model, data)
@@ -159,7 +159,7 @@ def test_the_originals_streams_teach_too(model: Path, data: Path, tmp_path: Path
 def test_the_command_line(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = tiny.flags(AdaptOptions(str(model), tmp_path / "out")) + tiny.flags(adapting(data, 2))
+    options = tiny.flags(AdaptOptions(str(model), tmp_path / "out")) + tiny.flags(adapting(data, 2), "adapt")
     for more, status, said in ((["--seq-len", "65"], 2, ""), ([], 0, "wrote "), ([], 2, "")):
         monkeypatch.setattr(sys, "argv", ["ladder", "adapt", *options, *more])
         with pytest.raises(SystemExit) as left:

@@ -16,15 +16,14 @@ from ladder.errors import LadderError
 from ladder.train import distill as module
 from ladder.train.distill import adapt
 from ladder.train.folder import complete_checkpoints
-from ladder.train.options import AdaptOptions
 from tests import training as tiny
-from tests.training import Stop, adapting, log, same, silent, until, weights
+from tests.training import Stop, adapting, distilling, log, same, silent, until, weights
 
 
 def test_killed_twice(model: Path, data: Path, adapted: Path, tmp_path: Path) -> None:
     """Once between two checkpoints, once in the middle of one: the curve and the model of a run that was not."""
     out = tmp_path / "out"
-    options = (AdaptOptions(str(model), out), adapting(data))
+    options = (distilling(model, out), adapting(data))
     step = tiny.kill_behind_a_checkpoint(tiny.start("adapt", *options), out)
     assert step in (4, 8, 12) and not (out / "config.json").exists()
     assert tiny.end(tiny.start("adapt", *options, broken="checkpoint-16")) == [-signal.SIGKILL]
@@ -48,7 +47,7 @@ def test_stopped(method: str, way: str, top: int, at: int, model: Path, data: Pa
     outs, options = (tmp_path / "whole", tmp_path / "parts"), adapting(data, 8)
     more: dict[str, Any] = {"method": method, "reduction": 1, "staleness_way": way}
     more |= {} if method == "side" else {"staleness": 0.9}
-    own = [AdaptOptions(str(model), out, teacher_top=top, **more) for out in outs]
+    own = [distilling(model, out, teacher_top=top, **more) for out in outs]
     adapt(own[0], options, silent)
     with pytest.raises(Stop):
         adapt(own[1], options, until(at, building=top > 0))
@@ -69,7 +68,7 @@ def test_a_damaged_checkpoint(
     name: str, damage: bytes | None, how: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Is refused before a model is loaded, and without it the run goes on from the one before it."""
-    options = (AdaptOptions(str(model), tmp_path / "out"), adapting(data, 8, save_every=2, keep=2))
+    options = (distilling(model, tmp_path / "out"), adapting(data, 8, save_every=2, keep=2))
     with pytest.raises(Stop):
         adapt(*options, until(6))
     before, checkpoint = complete_checkpoints(tmp_path / "out/checkpoints")
@@ -88,7 +87,7 @@ def test_a_damaged_checkpoint(
 
 def test_a_run_from_before_an_option_was_refused_is_continued(model: Path, data: Path, tmp_path: Path) -> None:
     """It named a way for a staleness that does not move; without it the run goes on."""
-    options = AdaptOptions(str(model), tmp_path / "out", staleness=0.0)
+    options = distilling(model, tmp_path / "out", staleness=0.0)
     with pytest.raises(Stop):
         adapt(options, adapting(data, 8), until(6))
     run = json.loads((tmp_path / "out/run.json").read_text())
@@ -97,7 +96,7 @@ def test_a_run_from_before_an_option_was_refused_is_continued(model: Path, data:
 
 
 def test_a_run_from_before_there_was_an_option_is_continued(model: Path, data: Path, tmp_path: Path) -> None:
-    options = (AdaptOptions(str(model), tmp_path / "out"), adapting(data, 8))
+    options = (distilling(model, tmp_path / "out"), adapting(data, 8))
     with pytest.raises(Stop):
         adapt(*options, until(6))
     file = tmp_path / "out/run.json"
@@ -114,7 +113,7 @@ def test_a_run_with_the_old_names_of_options_is_continued(
     model: Path, data: Path, adapted: Path, tmp_path: Path
 ) -> None:
     """run.json had window, micro, begin and rank."""
-    options = (AdaptOptions(str(model), tmp_path / "out", init_from=adapted), adapting(data, 8))
+    options = (distilling(model, tmp_path / "out", init_from=adapted), adapting(data, 8))
     with pytest.raises(Stop):
         adapt(*options, until(6))
     file = tmp_path / "out/run.json"
@@ -132,7 +131,7 @@ def test_a_run_with_the_old_names_of_options_is_continued(
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_what_a_run_began_with_is_not_exchanged(what: str, model: Path, data: Path, tmp_path: Path) -> None:
     folders = {name: shutil.copytree(path, tmp_path / name) for name, path in (("data", data), ("model", model))}
-    options = AdaptOptions(str(folders["model"]), tmp_path / "out"), adapting(folders["data"], 8)
+    options = distilling(folders["model"], tmp_path / "out"), adapting(folders["data"], 8)
     with pytest.raises(Stop):
         adapt(*options, until(6))
     shutil.rmtree(folders[what])
@@ -152,11 +151,11 @@ def test_no_model_of_no_numbers(model: Path, data: Path, tmp_path: Path) -> None
     found["model.norm.weight"][0] = float("nan")
     save_file(found, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(LadderError, match=r"'model\.norm\.weight' holds values that are not finite"):
-        adapt(AdaptOptions(str(path), tmp_path / "out"), adapting(data, 12), silent)
+        adapt(distilling(path, tmp_path / "out"), adapting(data, 12), silent)
     found["model.norm.weight"][0] = 3e38  # finite, but no logit is
     save_file(found, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(LadderError, match="the loss is nan at step 2: there is no model; try a smaller --lr"):
-        adapt(AdaptOptions(str(path), tmp_path / "out"), adapting(data, 12), silent)
+        adapt(distilling(path, tmp_path / "out"), adapting(data, 12), silent)
     assert not (tmp_path / "out/config.json").exists()
 
 
@@ -167,7 +166,7 @@ def test_experts_are_found_again(data: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path / "model")
     outs, options = (tmp_path / "whole", tmp_path / "parts"), adapting(data, 8)
-    own = [AdaptOptions(str(tmp_path / "model"), out, kl_weight=0.0, lm_weight=1.0) for out in outs]
+    own = [distilling(tmp_path / "model", out, kl_weight=0.0, lm_weight=1.0) for out in outs]
     adapt(own[0], options, silent)
     with pytest.raises(Stop):
         adapt(own[1], options, until(6))
@@ -182,8 +181,8 @@ def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tm
     """FSDP2, tied weights, a teacher, rows in two goes."""
     original = tiny.model(tmp_path / "model", data, tie_word_embeddings=True)
     outs, options = (tmp_path / "one", tmp_path / "two"), adapting(data, 10, micro_batch_size=2)
-    adapt(AdaptOptions(str(original), outs[0], wiring, method), options, silent)
-    two = AdaptOptions(str(original), outs[1], wiring, method), replace(options, fsdp=True)
+    adapt(distilling(original, outs[0], wiring, method), options, silent)
+    two = distilling(original, outs[1], wiring, method), replace(options, fsdp=True)
     assert tiny.end(tiny.start("adapt", *two, ranks=2)) == [0, 0]
     for key in ("loss", "eval_kl", "eval_agreement"):
         assert [value for _, value in log(outs[1], key)] == pytest.approx(
@@ -194,8 +193,8 @@ def test_two_ranks_share_the_parameters(method: str, wiring: str, data: Path, tm
 
 def test_other_options_and_finished_runs(model: Path, data: Path, adapted: Path) -> None:
     with pytest.raises(LadderError, match=r"is a run with staleness 0\.5, not 0\.25: give the same"):
-        adapt(AdaptOptions(str(model), adapted, staleness=0.25), adapting(data), silent)
+        adapt(distilling(model, adapted, staleness=0.25), adapting(data), silent)
     with pytest.raises(LadderError, match=f"out is a run with init-from None, not {model}: give the same"):
-        adapt(AdaptOptions(str(model), adapted, init_from=model, staleness=0.0), adapting(data), silent)
+        adapt(distilling(model, adapted, init_from=model, staleness=0.0), adapting(data), silent)
     with pytest.raises(LadderError, match="out is finished: name a new folder"):
-        adapt(AdaptOptions(str(model), adapted), adapting(data), silent)
+        adapt(distilling(model, adapted), adapting(data), silent)

@@ -83,7 +83,7 @@ def test_refused(
 
 @pytest.mark.parametrize("changes, message", [
     ({"method": "magic"}, "unknown method 'magic': known are full, layers, lora, side"),
-    ({"kl_weight": 0.0}, "--kl-weight and --lm-weight are both 0: nothing would be learned"),
+    ({"kl_weight": 0.0, "lm_weight": 0.0}, "--kl-weight and --lm-weight are both 0: nothing would be learned"),
     ({"kl_weight": -1.0}, "kl-weight must be from 0 to 1000, not -1.0"),
     ({"hidden_weight": 1.0, "teacher_top": 4}, "--hidden-weight needs the original in memory"),
     ({"hidden_weight": 1.0, "method": "side"}, "--hidden-weight trains the model's layers"),

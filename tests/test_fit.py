@@ -23,11 +23,10 @@ from ladder.scan.fit import fit
 from ladder.scan.options import FitOptions
 from ladder.scan.solve import solve
 from ladder.train.distill import adapt
-from ladder.train.options import AdaptOptions
 from ladder.train.side import SideModel
 from tests import training as tiny
 from tests.hosts import CONFIGS, host
-from tests.training import SEQ_LEN, log, same, silent, training, weights
+from tests.training import SEQ_LEN, distilling, log, same, silent, training, weights
 
 RIDGE = 0.01
 
@@ -287,9 +286,9 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
     begun = distance(
         AutoModelForCausalLM.from_pretrained(fitted), AutoModelForCausalLM.from_pretrained(model), text, window=SEQ_LEN
     )
-    found = adapt(AdaptOptions(str(model), tmp_path / "out", init_from=fitted), run, silent)
+    found = adapt(distilling(model, tmp_path / "out", init_from=fitted), run, silent)
     assert found["eval_kl"] == pytest.approx(begun.kl.value, abs=tiny.nats())
-    cold = adapt(AdaptOptions(str(model), tmp_path / "cold", staleness=0.0), run, silent)
+    cold = adapt(distilling(model, tmp_path / "cold", staleness=0.0), run, silent)
     assert found["eval_kl"] < 0.8 * cold["eval_kl"] and log(tmp_path / "out")[0][1] < 0.8 * log(tmp_path / "cold")[0][1]
     asked = json.loads((tmp_path / "out" / "run.json").read_text())
     assert asked["init_from"] == str(fitted) and "init_from" in asked["contents"]
@@ -303,7 +302,7 @@ def test_adapt_begins_there(model: Path, data: Path, fitted: Path, tmp_path: Pat
 def test_a_network_beside_fitted_weights(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = training(data, 30, valid=data, eval_every=30, lr=1e-2)
-    found = adapt(AdaptOptions(str(model), out, init_from=fitted, method="side", reduction=1), run, silent)
+    found = adapt(distilling(model, out, init_from=fitted, method="side", reduction=1), run, silent)
     text, original = Shards.open(data).read(0, 12 * SEQ_LEN + 1), AutoModelForCausalLM.from_pretrained(model)
     backbone = AutoModelForCausalLM.from_pretrained(fitted)
     begun = distance(backbone, original, text, window=SEQ_LEN).kl.value
@@ -372,5 +371,5 @@ def test_adapt_refuses(
         folders["wide"] = tiny.model(tmp_path / "wide", data, intermediate_size=64)
     changes = {**changes, "init_from": folders[changes["init_from"]]}
     with pytest.raises(LadderError, match=message) as refused:
-        adapt(AdaptOptions(str(model), tmp_path / "out", **changes), training(data), silent)
+        adapt(distilling(model, tmp_path / "out", **changes), training(data), silent)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

@@ -29,11 +29,10 @@ from ladder.train.head import Head, Logits
 from ladder.train.head import logits as module
 from ladder.train.log import operations
 from ladder.train.loss import LossWeights, distillation_loss, next_tokens
-from ladder.train.options import AdaptOptions
 from ladder.train.side import SideConfig, SideModel
 from tests import training as tiny
 from tests.tolerance import backward
-from tests.training import BATCH, SEQ_LEN, VOCABULARY, adapting, log, silent, weights
+from tests.training import BATCH, SEQ_LEN, VOCABULARY, adapting, distilling, log, silent, weights
 
 STEPS = 4
 CHUNK = 5  # tokens, which divide no batch
@@ -69,15 +68,15 @@ def test_logits_are_never_whole(
     monkeypatch.setattr(module, "CHUNK_LOGITS", CHUNK * VOCABULARY)
     options = adapting(data, 2, eval_every=2)
     if "teacher_top" in more:  # the cache is built before
-        adapt(AdaptOptions(str(model), tmp_path / "first", teacher=tmp_path / "top", **more), options, silent)
+        adapt(distilling(model, tmp_path / "first", teacher=tmp_path / "top", **more), options, silent)
         more = {**more, "teacher": tmp_path / "top"}
     with Seen() as seen:
-        adapt(AdaptOptions(str(model), tmp_path / "out", **more), options, silent)
+        adapt(distilling(model, tmp_path / "out", **more), options, silent)
     width = 32  # the transposed weight of the head
     assert CHUNK <= seen.tokens <= max(CHUNK, width) < BATCH * SEQ_LEN
     whole()
     with Seen() as seen:
-        adapt(AdaptOptions(str(model), tmp_path / "whole", **more), options, silent)
+        adapt(distilling(model, tmp_path / "whole", **more), options, silent)
     assert seen.tokens == BATCH * SEQ_LEN
 
 
@@ -87,6 +86,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": ({"kl_weight": 0.0, "lm_weight": 1.0}, {}),
     "streams": ({"hidden_weight": 1.0}, {}),
     "top": ({"teacher_top": 4}, {}),
+    "sampled": ({"on_policy": 0.5, "on_policy_prompt": 4}, {}),
     "layers": ({"method": "layers", "wiring": "standard:1 ladder:2"}, {}),
     "lora": ({"method": "lora"}, {}),
     "side": ({"method": "side", "reduction": 1}, {}),
@@ -103,7 +103,7 @@ def test_runs_are_those_of_whole_logits(
     original = tiny.model(tmp_path / "model", data, tie_word_embeddings=tied)
     options = adapting(data, STEPS, eval_every=2, log_every=1, **changes)
     for out in ("fused", "whole"):
-        adapt(AdaptOptions(str(original), tmp_path / out, **own), options, silent)
+        adapt(distilling(original, tmp_path / out, **own), options, silent)
         whole()
     keys = ("loss", "grad_norm", "eval_loss", *([] if name in ("text", "top") else ["eval_kl", "eval_agreement"]))
     for key in keys:
@@ -123,7 +123,7 @@ def test_half_precision(data: Path, tmp_path: Path, whole: Any) -> None:
     original = tiny.model(tmp_path / "model", data, tie_word_embeddings=True)
     for out in ("fused", "whole"):
         options = adapting(data, STEPS, dtype="bfloat16", log_every=1)
-        adapt(AdaptOptions(str(original), tmp_path / out, lm_weight=0.5, staleness=0.0), options, silent)
+        adapt(distilling(original, tmp_path / out, lm_weight=0.5, staleness=0.0), options, silent)
         whole()
     found, wanted = ([value for _, value in log(tmp_path / out)] for out in ("fused", "whole"))
     assert found[0] == pytest.approx(wanted[0], rel=1e-5) and found == pytest.approx(wanted, rel=0.02)
@@ -221,7 +221,7 @@ def test_ranks_adapt_as_one_does(fsdp: bool, data: Path, tmp_path: Path) -> None
     """A tied head, in three passes a step: a third is no number of bfloat16."""
     original = tiny.model(tmp_path / "model", data, tie_word_embeddings=True)
     options = adapting(data, STEPS, batch=6, log_every=1, tokens=STEPS * 6 * SEQ_LEN, micro_batch_size=1)
-    one, two = (AdaptOptions(str(original), tmp_path / name, lm_weight=0.5) for name in ("one", "two"))
+    one, two = (distilling(original, tmp_path / name, lm_weight=0.5) for name in ("one", "two"))
     adapt(one, options, silent)
     ranks = tiny.start("adapt", two, replace(options, fsdp=fsdp), ranks=2)
     assert tiny.end(ranks) == [0, 0]
@@ -235,7 +235,7 @@ def test_ranks_adapt_as_one_does(fsdp: bool, data: Path, tmp_path: Path) -> None
 @pytest.mark.usefixtures("without_onednn")
 def test_sharded_half_precision_has_a_loss_in_float32(data: Path, tmp_path: Path) -> None:
     original = tiny.model(tmp_path / "model", data)
-    sharded, one = (AdaptOptions(str(original), tmp_path / name, staleness=0.0) for name in ("sharded", "one"))
+    sharded, one = (distilling(original, tmp_path / name, staleness=0.0) for name in ("sharded", "one"))
     options = adapting(data, 2, dtype="bfloat16", log_every=1, eval_every=2)
     assert tiny.end(tiny.start("adapt", sharded, replace(options, fsdp=True), ranks=2)) == [0, 0]
     adapt(one, options, silent)
@@ -257,7 +257,7 @@ def test_a_step_waits_for_nothing(model: Path, data: Path, tmp_path: Path) -> No
         def progress(done: int, total: int, what: str) -> None:
             reads.append(seen.reads)
 
-        adapt(AdaptOptions(str(model), tmp_path / "out"), adapting(data, 12, log_every=12, eval_every=12), progress)
+        adapt(distilling(model, tmp_path / "out"), adapting(data, 12, log_every=12, eval_every=12), progress)
     steps = [after - before for before, after in pairwise(reads[2:-2])]
     count = len(weights(model))
     assert len(steps) >= 6 and all(each <= 2 + count for each in steps)  # of student and teacher
@@ -268,7 +268,7 @@ def test_the_originals_pass_counts_where_there_is_one(
     cached: bool, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(told, "peak", lambda device: 1e12)
-    options = AdaptOptions(str(model), tmp_path / "out", teacher_top=3 * cached)
+    options = distilling(model, tmp_path / "out", teacher_top=3 * cached)
     adapt(options, adapting(data, 2, log_every=1), silent)
     student = operations(AutoModelForCausalLM.from_pretrained(model), SEQ_LEN)
     wanted = student * (1 if cached else 4 / 3)  # a forward pass is a third of a step of training

@@ -36,7 +36,7 @@ from ladder.train.options import AdaptOptions
 from tests import training as tiny
 from tests.quantizing import RECIPES, Tensors, quantized, regions
 from tests.tolerance import forward
-from tests.training import SEQ_LEN, Stop, adapting, log, silent, until, weights
+from tests.training import SEQ_LEN, Stop, adapting, distilling, log, silent, until, weights
 
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import ModelCompressor
@@ -231,7 +231,7 @@ def test_an_adapter_beside_quantized_weights(
 ) -> None:
     """It comes near to the quantized model as that was; the weights keep every bit. A stopped run is continued."""
     source, _ = made(name)
-    out, options = tmp_path / "out", AdaptOptions(str(source), tmp_path / "out", HYBRID, "lora", staleness=0.0)
+    out, options = tmp_path / "out", distilling(source, tmp_path / "out", HYBRID, "lora", staleness=0.0)
     steps = adapting(data, 12, eval_every=12, save_every=4)
     if name == "int4-32":
         with pytest.raises(Stop):
@@ -261,7 +261,7 @@ def test_an_adapter_beside_quantized_weights(
     ):
         status, _, error = run(*verb)
         assert status == 2 and "has an adapter (adapter_config.json), which is not applied here" in error
-    again = AdaptOptions(str(source), tmp_path / "again", HYBRID, "lora", init_from=out)
+    again = distilling(source, tmp_path / "again", HYBRID, "lora", init_from=out)
     with pytest.raises(LadderError, match="has an adapter, which a run cannot start from"):
         adapt(again, steps, silent)
 
@@ -271,7 +271,7 @@ def test_the_original_teaches_its_quantized_copy(
 ) -> None:
     """--init-from: wired and quantized, as fitted and then quantized weights are."""
     convert(str(made("fp8-channel")[0]), tmp_path / "wired", "ladder")
-    options = AdaptOptions(str(whole), tmp_path / "out", method="lora", init_from=tmp_path / "wired")
+    options = distilling(whole, tmp_path / "out", method="lora", init_from=tmp_path / "wired")
     adapt(options, adapting(data, 8, eval_every=4), silent)
     values = [value for _, value in log(tmp_path / "out", "eval_kl")]
     assert values[-1] < values[0] and weights(tmp_path / "out").keys() == weights(tmp_path / "wired").keys()

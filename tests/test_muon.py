@@ -12,11 +12,11 @@ from ladder.errors import LadderError
 from ladder.train import muon as module
 from ladder.train.distill import adapt
 from ladder.train.muon import MOMENTUM, NEWTON_SCHULZ, SIZE, STEPS, Muon, groups, muon
-from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.scratch import train
 from ladder.train.trainer import arguments
 from tests import training as tiny
-from tests.training import Stop, log, same, silent, training, until, weights
+from tests.training import Stop, distilling, log, same, silent, training, until, weights
 
 RATE, DECAY = 1e-2, 0.1
 
@@ -186,7 +186,7 @@ def test_a_run_with_it_is_another_and_is_continued_to_the_last_digit(tmp_path: P
     model = tiny.model(tmp_path / "model", data)
 
     def run(name: str, until_: Any = silent, **changes: Any) -> Path:
-        adapt(AdaptOptions(str(model), tmp_path / name), of(**changes), until_)
+        adapt(distilling(model, tmp_path / name), of(**changes), until_)
         return tmp_path / name
 
     def of(**changes: Any) -> TrainingOptions:
@@ -221,7 +221,7 @@ def test_refused(method: str, tmp_path: Path) -> None:
     model = tiny.model(tmp_path / "model", data)
     with pytest.raises(LadderError, match=f"--optimizer muon is for --method full and layers, not for {method}"):
         options = training(data, 8, optimizer="muon")
-        adapt(AdaptOptions(str(model), tmp_path / "out", method=method), options, silent)
+        adapt(distilling(model, tmp_path / "out", method=method), options, silent)
     assert not (tmp_path / "out").exists()
 
 

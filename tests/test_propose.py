@@ -37,6 +37,9 @@ def test_a_budget_gives_the_largest_set_within_it() -> None:
         assert (len(proposal.damage.layers), proposal.over, proposal.predicted) == (size, 0, None)
     better = made({1: 0.1, 4: 0.25, 8: math.nan}, {1: 0.01, 4: 0.2, 8: math.nan})
     assert propose(better, budget=0.3).damage.layers == (4, 5, 6, 7)  # as many, and less harm
+    fitted = made({1: 0.1, 4: 0.4, 8: 0.9}, {1: 0.2, 4: 0.2, 8: 0.9})  # more of the last layers than of the others
+    assert propose(fitted, budget=0.3).damage.layers == (4, 5, 6, 7)
+    assert size_between(fitted, 0.3) == 6
     with pytest.raises(
         LadderError, match=r"no set stays within a budget of 0.05 .* the least is 0.1, with layer 0 alone"
     ):

@@ -155,7 +155,7 @@ def test_tables_a_picture_and_a_pattern_to_paste(run: Run, folder: Path, tmp_pat
     status, out, err = run(*arguments, "--budget", 1e9, "--wiring", "parallel", "--plot", tmp_path / "scan.png")
     assert (status, err) == (0, "")
     assert out.startswith("m, standard: perplexity ") and "one layer" in out and "growing sets" in out
-    assert '--wiring "parallel"\n' in out and "proposed: 4 layers" in out
+    assert '--wiring "parallel"\n' in out and "proposed: 4 layers" in out and "--fit 131072" in out
     picture = (tmp_path / "scan.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     status, out, err = run(*arguments, "--budget", 0)  # what was measured is shown all the same

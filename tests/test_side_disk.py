@@ -14,7 +14,6 @@ from ladder.errors import LadderError
 from ladder.hf import rewire
 from ladder.hf.measures import distance
 from ladder.train.distill import adapt
-from ladder.train.options import AdaptOptions
 from ladder.train.side import SideConfig, SideModel
 from tests import training as tiny
 from tests.hosts import LAYERS, host
@@ -95,7 +94,7 @@ def test_eval_takes_it_for_a_model(
 ) -> None:
     """What `ladder adapt` made, beside what it was made for, wherever that lies now."""
     origin, out, moved = shutil.copytree(model, tmp_path / "model"), tmp_path / "out", tmp_path / "moved"
-    adapt(AdaptOptions(str(origin), out, method="side", reduction=1), tiny.adapting(data, 8), tiny.silent)
+    adapt(tiny.distilling(origin, out, method="side", reduction=1), tiny.adapting(data, 8), tiny.silent)
     text = tmp_path / "some.txt"
     text.write_text(data.with_suffix(".txt").read_text()[:600])
 

@@ -16,11 +16,10 @@ from ladder.data.shards import Sequences, Shards
 from ladder.errors import LadderError
 from ladder.train import teacher
 from ladder.train.distill import adapt
-from ladder.train.options import AdaptOptions
 from ladder.train.teacher import CacheBuilder, RankGroup
 from tests import training as tiny
 from tests.tolerance import unit
-from tests.training import SEQ_LEN, Stop, adapting, log, same, silent, until, weights
+from tests.training import SEQ_LEN, Stop, adapting, distilling, log, same, silent, until, weights
 
 TOP = 3
 
@@ -229,7 +228,7 @@ def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None
     """The second asks nothing, and learns the same; one with other questions is refused, and leaves nothing."""
     told: list[list[str]] = [[], []]
     for number, said in enumerate(told):
-        options = AdaptOptions(str(model), tmp_path / str(number), teacher_top=8, teacher=tmp_path / "shared")
+        options = distilling(model, tmp_path / str(number), teacher_top=8, teacher=tmp_path / "shared")
         adapt(options, adapting(data, 8), lambda done, total, what, said=said: said.append(what))  # type: ignore[misc]
     assert ["running the original" in said for said in told] == [True, False]
     assert log(tmp_path / "0") == log(tmp_path / "1") and same(weights(tmp_path / "0"), weights(tmp_path / "1"))
@@ -242,7 +241,7 @@ def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None
     ):
         with pytest.raises(LadderError, match=sentence):
             adapt(
-                AdaptOptions(str(model), tmp_path / "2", teacher_top=8, teacher=tmp_path / folder),
+                distilling(model, tmp_path / "2", teacher_top=8, teacher=tmp_path / folder),
                 adapting(data, 8, **changes), silent,
             )  # fmt: skip
         assert not (tmp_path / "2").exists()
@@ -250,7 +249,7 @@ def test_runs_share_the_answers(model: Path, data: Path, tmp_path: Path) -> None
 
 def test_two_processes(model: Path, data: Path, tmp_path: Path) -> None:
     """As torchrun starts them: they build together, and learn what one learns."""
-    one, two = (AdaptOptions(str(model), tmp_path / name, teacher_top=8) for name in ("one", "two"))
+    one, two = (distilling(model, tmp_path / name, teacher_top=8) for name in ("one", "two"))
     adapt(one, adapting(data, 8), silent)
     assert tiny.end(tiny.start("adapt", two, adapting(data, 8), ranks=2)) == [0, 0]
     assert files(one.out / "teacher") == files(two.out / "teacher")

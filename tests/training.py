@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from ladder.cli import main
 from ladder.data.texts import tokenize
 from ladder.train.folder import complete_checkpoints
-from ladder.train.options import TrainingOptions
+from ladder.train.options import AdaptOptions, TrainingOptions
+from ladder.train.recipes import AdaptTrainingOptions
 from tests.processes import world
 from tests.tolerance import moved, trained
 
@@ -76,6 +77,11 @@ def training(data: Path, steps: int = 20, **changes: Any) -> TrainingOptions:
 def adapting(data: Path, steps: int = 24, **changes: Any) -> TrainingOptions:
     """A run that learns fast, evaluated on its own data."""
     return training(data, steps, **{"valid": data, "eval_every": 6, "lr": 1e-2, **changes})
+
+
+def distilling(model: object, out: Path, *more: Any, **changes: Any) -> AdaptOptions:
+    """A run that begins with the original's weights and learns from the original alone."""
+    return AdaptOptions(str(model), out, *more, **{"fit_tokens": 0, "lm_weight": 0.0, **changes})
 
 
 def nats(steps: int = 1, shape: tuple[int, int, int] = SHAPE) -> float:
@@ -145,14 +151,15 @@ def command(arguments: list[str], environment: dict[str, str], broken: str | Non
     main()
 
 
-def flags(options: Any) -> list[str]:
+def flags(options: Any, verb: str = "") -> list[str]:
     """Options as the command line spells them, those without a name first."""
+    usual = AdaptTrainingOptions if verb == "adapt" and isinstance(options, TrainingOptions) else type(options)
     named, bare = list[str](), list[str]()
     for name, entry in options.__dataclass_fields__.items():
         value = getattr(options, name)
         if entry.metadata.get("argument"):
             bare.append(str(value))
-        elif value != entry.default:
+        elif value != getattr(usual, name):
             named += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
     return bare + named
 
@@ -161,7 +168,7 @@ def start(verb: str, *options: Any, ranks: int = 1, broken: str | None = None) -
     """`ladder VERB` with these options, in a process or, as torchrun would, in several."""
     context = multiprocessing.get_context("forkserver")
     environment = [{}] if ranks == 1 else world(ranks)
-    arguments = [verb, *(flag for group in options for flag in flags(group))]
+    arguments = [verb, *(flag for group in options for flag in flags(group, verb))]
     found = [context.Process(target=command, args=(arguments, each, broken)) for each in environment]
     for process in found:
         process.start()

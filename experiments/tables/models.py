@@ -1,11 +1,14 @@
 """Tables of models trained from scratch, and of quantized ones: docs/quality.md, docs/use/train.md."""
 
+from math import log
 from statistics import mean, stdev
 
-from experiments.tables.figures import Table, fixed, markdown, one
+from experiments.tables.figures import Table, fixed, markdown, one, times
+from ladder.perf.plan import Deployment, plan
 
 SCRATCH, SMALL, QUANTIZED = "scratch_h200", "bench_small_h200", "quality/quantization"
 RUNS = [("standard", 10, 1), ("standard", 10, 2), ("ladder", 10, 1), ("ladder", 10, 2), ("ladder", 13, 1)]
+LINKS = {"nvlink_oneshot": "8 us", "nvlink_nccl": "24 us", "pcie_shm_tp8": "62 us"}
 RUNS += [(wiring, 10, 1) for wiring in ("parallel", "ladder-1-2", "ladder-2", "desync-2x")]
 
 
@@ -64,6 +67,24 @@ def latency() -> str:
     return markdown(["ms", "loss", "`nvlink_oneshot`", "`nvlink_nccl`", "`pcie_shm_tp8`"], rows)
 
 
+def equal_latency() -> str:
+    """Loss where every wiring has as many layers as it decodes in standard's time, by the slope between ladder of 10
+    and of 13 layers; in brackets how much faster its step is predicted to be at equal layers.
+    """
+    slope = (loss("ladder", 10, 1) - loss("ladder", 13, 1)) / log(1.3)  # nats for e times as many layers
+    wirings = [wiring for wiring, layers, seed in RUNS if (layers, seed) == (10, 1)]
+    rows = {wiring: [wiring, fixed(loss(wiring, 10, 1), 3)] for wiring in wirings}
+    for size in ("llama-3-8b", "llama-3-70b"):
+        for link in LINKS:
+            # `plan` leaves the order as it is given; standard is the first
+            steps = plan(Deployment(size, "h200", 8, link, 1, 1024, 512, wiring) for wiring in wirings)
+            for wiring, step in zip(wirings, steps, strict=True):
+                faster = steps[0]["tpot_ms"] / step["tpot_ms"]
+                rows[wiring].append(f"{fixed(loss(wiring, 10, 1) - slope * log(faster), 3)} ({times(faster)})")
+    header = ["wiring", "loss, 10 layers", *(f"{size}, {us}" for size in ("8B", "70B") for us in LINKS.values())]
+    return markdown(header, rows.values())
+
+
 def quantized() -> str:
     rows = []
     names = {
@@ -112,6 +133,7 @@ TABLES: dict[str, Table] = {
     "scratch": scratch,
     "scratch-speed": scratch_speed,
     "latency": latency,
+    "equal-latency": equal_latency,
     "quantized": quantized,
     "vision": vision,
 }

@@ -3,10 +3,18 @@
 import re
 from pathlib import Path
 
-from experiments.tables import models, paper, predicted, quality, speed, vllm
+from experiments.tables import adapting, models, paper, predicted, quality, speed, vllm
 
 ROOT = Path(__file__).parent.parent.parent
-TABLES = {**speed.TABLES, **quality.TABLES, **models.TABLES, **paper.TABLES, **predicted.TABLES, **vllm.TABLES}
+TABLES = {
+    **speed.TABLES,
+    **quality.TABLES,
+    **models.TABLES,
+    **paper.TABLES,
+    **predicted.TABLES,
+    **vllm.TABLES,
+    **adapting.TABLES,
+}
 MARK = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
 
 

@@ -97,7 +97,7 @@ def adapted() -> str:
     return short(
         [
             ("original", 0),
-            ("last half, fitted, then `--lm-weight 0.5 --lr 3e-4 --batch 16`, 24 M tokens", 13),
+            ("last half, fitted and trained by the defaults, 24 M tokens", 13),
             ("last half, fitted, then KL alone, 12 M tokens", 8),
             ("all, fitted, then 32 M tokens", 27),
             ("all, fitted, then 48 M tokens of a mixture with own text", 29),

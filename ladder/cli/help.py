@@ -30,13 +30,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "fit": ('ladder fit DIR OUT --data TOKENS --wiring "standard:15 ladder:15"',),
     "data": ("ladder data TOKENS book.txt more.jsonl --tokenizer DIR", "ladder data TOKENS book.txt --vocab 4096"),
     "adapt": (
-        "ladder adapt DIR OUT --data TOKENS --wiring ladder --init-from FITTED",
+        'ladder adapt DIR OUT --data TOKENS --wiring "standard:15 ladder:15"',
         "ladder adapt DIR OUT --data TOKENS --method lora --lora-rank 32",
     ),
     "train": ("ladder train OUT --recipe 50M --data TOKENS --wiring ladder",),
     "quantize": ("ladder quantize DIR OUT --format int4 --group 64 --calibrate book.txt",),
     "eval": (
         "ladder eval DIR OUT --text book.txt --tokens 20000 --source DIR",
+        "ladder eval DIR OUT --text book.txt --source DIR --continuations 256",
         "ladder eval DIR --wiring standard --wiring ladder --task hellaswag --limit 100",
     ),
     "plan": (

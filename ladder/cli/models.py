@@ -12,7 +12,14 @@ from rich.console import Console
 
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
 from ladder.config import DTYPES
-from ladder.config.early import check_model_named, check_pattern, check_window, early_config
+from ladder.config.early import (
+    check_continuations,
+    check_continued,
+    check_model_named,
+    check_pattern,
+    check_window,
+    early_config,
+)
 from ladder.config.fields import read_config
 from ladder.devices import check_name
 from ladder.errors import LadderError, check_known
@@ -108,7 +115,13 @@ class EvalOptions:
     backbone: str | None = option(None, "The frozen model of a side network; default: the one it was trained with.")
     task: tuple[str, ...] = option((), "A task of lm-eval, a .yaml task or a .jsonl file (may be given several times).")
     text: Path | None = option(None, "A text file: perplexity, and with --source KL and greedy agreement.")
-    source: str | None = option(None, "The model that KL and greedy agreement are measured against.")
+    source: str | None = option(None, "The model that KL, greedy agreement and continuations are measured against.")
+    continuations: int | None = option(
+        None, "Continue so many prompts from the text, and compare what is written with what --source writes."
+    )
+    prompt_tokens: int = option(64, "Tokens of each prompt, with --continuations.")
+    new_tokens: int = option(64, "Tokens of each continuation.")
+    seed: int = option(0, "Makes sampled continuations repeatable.")
     batch: int = option(8, "Sequences at a time.")
     tokens: int | None = option(None, "Only this many tokens of the text, from its start.")
     window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
@@ -133,7 +146,7 @@ class EvalOptions:
 
 @verb(EvalOptions, name="eval")
 def evaluate(options: EvalOptions) -> None:
-    """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL and greedy agreement."""
+    """Measure models and wirings side by side: tasks of lm-eval, perplexity, KL, agreement, and what they write."""
     _check(options)
     from ladder.hf.evaluate import evaluate, table  # imports for seconds: not for what can be refused at once
 
@@ -175,12 +188,17 @@ def _check(options: EvalOptions) -> None:
         raise LadderError("nothing to measure: name at least one model, and a task or a text file")
     if options.text is not None and not options.text.is_file():
         raise LadderError(f"{options.text} is not a file" if options.text.exists() else f"no such file: {options.text}")
-    check_least(options, batch=1, limit=1, shots=0, tokens=1)
+    check_least(options, batch=1, limit=1, shots=0, tokens=1, continuations=1, prompt_tokens=1, new_tokens=1, seed=0)
+    here = options.engine == "transformers"
+    check_continuations(options.continuations, options.text is not None, options.source is not None, here)
     check_known("dtype", options.dtype, ("auto", *DTYPES))
     check_name(options.device)
     for model in (*options.model, *filter(None, (options.source, options.backbone))):
         check_model_named(model)
-        check_window(options.window, getattr(early_config(model), "context", None))
+        context = getattr(early_config(model), "context", None)
+        check_window(options.window, context)
+        if options.continuations is not None:
+            check_continued(options.prompt_tokens, options.new_tokens, context)
     for pattern, model in product(options.wiring, options.model):
         check_pattern(pattern, model)
 

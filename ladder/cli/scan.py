@@ -50,7 +50,7 @@ def scan(options: ScanOptions) -> None:
     if not options.json:
         _print(options.model, found, predictor)
         if proposal is not None:
-            typer.echo(_proposed(proposal))
+            typer.echo(_proposed(proposal, found.fitted))
     elif proposal is not None:
         more = {"budget": proposal.budget, "over_budget": _finite(proposal.over), "speed": proposal.speed}
         more |= {"predicted_speed": proposal.predicted}
@@ -245,11 +245,13 @@ def _cells(damage: "Damage") -> list[str]:
     return [*(shown(value, _finite(error)) for value, error in pairs), f"{damage.agreement:.1%}"]
 
 
-def _proposed(proposal: "Proposal") -> str:
+def _proposed(proposal: "Proposal", fitted: int) -> str:
     damage = proposal.damage
     lines = [f"proposed: {len(damage.layers)} layers, KL {damage.kl:.4g}, perplexity {damage.perplexity:.5g}"]
     if proposal.predicted is not None:
         lines[0] += f", predicted to be {proposal.predicted:.3f} times as fast as standard"
     if proposal.budget is not None and proposal.over:
         lines.append(f"the budget of {proposal.budget:g} is missed by {proposal.over:.4g} nats per token")
+    if not fitted:
+        lines.append("before fitting, which can change the order of sets: --fit 131072 proposes by what is left then")
     return "\n".join([*lines, f'--wiring "{damage.wiring}"'])

@@ -16,6 +16,7 @@ from ladder.scan.early import check_early, refuse_local, refuse_standard
 from ladder.scan.options import FitOptions
 from ladder.train.early import adapt_early, train_early
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.train.recipes import AdaptTrainingOptions
 
 
 @verb(FitOptions)
@@ -45,10 +46,10 @@ def fit(options: FitOptions) -> None:
     )
 
 
-@verb(AdaptOptions, TrainingOptions)
-def adapt(options: AdaptOptions, training: TrainingOptions) -> None:
-    """Train a model under another wiring by self-distillation from its original. Continues a run that was stopped;
-    under torchrun on several GPUs and machines.
+@verb(AdaptOptions, AdaptTrainingOptions)
+def adapt(options: AdaptOptions, training: AdaptTrainingOptions) -> None:
+    """Fit a model's weights to another wiring, then train it by self-distillation from its original. Continues a run
+    that was stopped; under torchrun on several GPUs and machines.
     """
     check_model_named(options.model)
     writable(options.out)

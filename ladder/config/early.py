@@ -80,6 +80,24 @@ def check_window(window: int | None, context: int | None) -> None:
         raise LadderError(f"window is {window} tokens: it must be from 1 to the model's context, {context or 'any'}")
 
 
+def check_continuations(count: int | None, on_text: bool, with_source: bool, here: bool) -> None:
+    """Refuse to compare what models write without a text that has prompts and a source, or in another engine."""
+    if count is not None and not (on_text and with_source and here):
+        raise LadderError(
+            "continuations are of prompts from a text, beside those of a source, in transformers only: give --text and "
+            "--source, and no other --engine"
+        )
+
+
+def check_continued(prompt: int, new: int, context: int | None) -> None:
+    """Refuse prompts with continuations that a model has no positions for; None: a context that is not known."""
+    if context is not None and prompt + new > context:
+        raise LadderError(
+            f"prompts of {prompt} tokens and {new} new ones are more than the model's context of {context}: give a "
+            "smaller --prompt-tokens or --new-tokens"
+        )
+
+
 def check_pattern(pattern: str | None, model: str | Path) -> None:
     """Refuse a wiring with unknown names, or one that does not fit the model's layers."""
     if pattern is None:

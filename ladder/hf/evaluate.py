@@ -22,13 +22,15 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ladder.config import DTYPES
+from ladder.config.early import check_continuations, check_continued
 from ladder.config.lock import wiring_of
 from ladder.devices import device as find_device
 from ladder.errors import LadderError
+from ladder.hf.continuations import Continuations, prompts_of
 from ladder.hf.families import layout_of, refuse_other_than_decoders
 from ladder.hf.harness import Harness
 from ladder.hf.load import dtype_for, pretrained, quiet
-from ladder.hf.measures import Estimate, begin_of, checked_window, distance, perplexity, read, shown
+from ladder.hf.measures import Estimate, begin_of, checked_window, context_of, distance, perplexity, read, shown
 from ladder.hf.rewire import rewire
 from ladder.progress import Progress
 from ladder.wiring import Wiring
@@ -63,6 +65,7 @@ class _Prepared:
     tokenizer: Any
     vocabulary: int
     window: int
+    context: int | None  # None: of any length
     tokens: list[int]  # of the text
     begin: int | None  # what every text of this tokenizer begins with
 
@@ -80,6 +83,10 @@ def evaluate(
     batch: int = 8,
     window: int | None = None,
     tokens: int | None = None,
+    continuations: int | None = None,
+    prompt_tokens: int = 64,
+    new_tokens: int = 64,
+    seed: int = 0,
     limit: int | None = None,
     shots: int | None = 0,
     device: str = "cpu",
@@ -91,21 +98,26 @@ def evaluate(
     """One row per arm and measure, with the difference to the first arm.
 
     `text`: a file to measure perplexity on, `tokens` of it from its start, and with `source` (a model as it stands)
-    KL(source || model) and greedy agreement, all in the same windows. `limit`: items per task. `shots`: None for what
-    each task says. Items longer than a model's context lose their beginning, as lm-eval has it. `progress` counts each
-    arm's text and each of its tasks from zero. All input is checked before a model is loaded, and side networks with
-    their models before anything is measured; one arm is in memory at a time. `engine`: makes of an arm and its
-    tokenizer one of lm-eval's models, in whose place transformers' is not loaded; for tasks.
+    KL(source || model) and greedy agreement, all in the same windows. `continuations`: so many prompts from the text,
+    of `prompt_tokens` tokens, are continued by `new_tokens`, and what is written is compared with what the source
+    writes (`ladder.hf.continuations`). `limit`: items per task. `shots`: None for what each task says. Items longer
+    than a model's context lose their beginning, as lm-eval has it. `progress` counts each arm's text, its prompts and
+    each of its tasks from zero. All input is checked before a model is loaded, and side networks with their models
+    before anything is measured; one arm is in memory at a time. `engine`: makes of an arm and its tokenizer one of
+    lm-eval's models, in whose place transformers' is not loaded; for tasks.
     """
     if not arms or (not tasks and text is None):
         raise LadderError("nothing to measure: name at least one model, and a task or a text file")
     if source is not None and text is None:
         raise LadderError("the distance to a source is measured on a text: name a text file")
+    check_continuations(continuations, text is not None, source is not None, engine is None)
     if engine is not None and (text is not None or any(arm.wrap is not None for arm in arms)):
         raise LadderError("texts and side networks are measured in transformers only: leave out --engine")
-    for name, value, least in (("batch", batch, 1), ("limit", limit, 1), ("shots", shots, 0)):
-        if value is not None and value < least:
-            raise LadderError(f"{name} is {value}: it must be at least {least}")
+    least = {"batch": (batch, 1), "limit": (limit, 1), "shots": (shots, 0), "continuations": (continuations, 1)}
+    least |= {"prompt_tokens": (prompt_tokens, 1), "new_tokens": (new_tokens, 1), "seed": (seed, 0)}
+    for name, (value, smallest) in least.items():
+        if value is not None and value < smallest:
+            raise LadderError(f"{name} is {value}: it must be at least {smallest}")
     if dtype not in ("auto", *DTYPES):
         raise LadderError(f"unknown dtype {dtype!r}: known are auto, {', '.join(DTYPES)}")
     find_device(device)
@@ -119,11 +131,20 @@ def evaluate(
         for each in ready:
             if origin is not None and (each.vocabulary, each.tokens) != (origin.vocabulary, origin.tokens):
                 raise LadderError(f"{each.arm.shown_name} and the source {source} must have the same vocabulary")
+        prompts = None
+        if continuations is not None and origin is not None:
+            for each in (*ready, origin):
+                check_continued(prompt_tokens, new_tokens, each.context)
+            prompts = prompts_of(origin.tokens, continuations, prompt_tokens, origin.begin)
         harness = Harness(tasks, tasks_dir, shots) if tasks else None
         for each in ready:
             if each.arm.wrap is not None:
                 _load(each, "cpu", dtype)
         teacher = None if origin is None else _load(origin, device, dtype)
+        sources = None
+        if origin is not None and prompts is not None:
+            told = _named(progress, f"{origin.label}: continuations")
+            sources = Continuations(teacher, prompts, new_tokens, batch=batch, seed=seed, progress=told)
         how = {"batch": batch, "window": min(each.window for each in (*ready, *([origin] if origin else [])))}
         found = []
         for each in ready:
@@ -135,6 +156,8 @@ def evaluate(
             estimates = _on_text(each, model, teacher, how, progress) if each.tokens else {}
             if each.tokens != ready[0].tokens:  # other windows: nothing to pair
                 estimates = {name: replace(estimate, units=None) for name, estimate in estimates.items()}
+            if sources is not None:
+                estimates |= sources.of(model, _named(progress, f"{each.label}: continuations"))._asdict()
             if harness is not None:
                 estimates |= harness.run(each.label, each.tokenizer, model, batch, limit, progress)
             found.append(estimates)
@@ -220,7 +243,8 @@ def _prepare(arm: Arm, words: str | None, window: int | None, most: int | None) 
     label = str(wiring)
     if arm.wiring is None and (staleness := getattr(config, "staleness", 1.0)) != 1.0:
         label += f", staleness {staleness}"
-    return _Prepared(arm, label, tokenizer, inner.vocab_size, length, tokens, begin_of(tokenizer))
+    context = context_of(config)
+    return _Prepared(arm, label, tokenizer, inner.vocab_size, length, context, tokens, begin_of(tokenizer))
 
 
 def _load(each: _Prepared, device: str, dtype: str) -> Any:
@@ -231,8 +255,13 @@ def _load(each: _Prepared, device: str, dtype: str) -> Any:
 
 
 def _on_text(each: _Prepared, model: Any, teacher: Any, how: dict[str, Any], progress: Progress) -> dict[str, Estimate]:
-    how = {**how, "begin": each.begin, "progress": lambda done, total, _: progress(done, total, f"{each.label}: text")}
+    how = {**how, "begin": each.begin, "progress": _named(progress, f"{each.label}: text")}
     if teacher is None:
         return {"perplexity": perplexity(model, each.tokens, **how)}
     found = distance(model, teacher, each.tokens, **how)
     return {"perplexity": found.perplexity, "kl": found.kl, "greedy_agreement": found.agreement}
+
+
+def _named(progress: Progress, what: str) -> Progress:
+    """The same, of what is done here."""
+    return lambda done, total, _: progress(done, total, what)

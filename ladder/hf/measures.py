@@ -131,14 +131,19 @@ def distance(
     progress: Progress | None = None,
 ) -> Distance:
     """How far a model is from its source on a text, and the model's perplexity on the way. One batch at a time."""
+    check_vocabularies(model, source)
+    sums, counts = _walk([model, source], tokens, window, batch, begin, compare, progress)
+    nll_mean, kl, agreement = (Estimate.ratio(column, counts) for column in sums.unbind(1))
+    return Distance(nll_mean.exp(), kl, agreement)
+
+
+def check_vocabularies(model: Any, source: Any) -> None:
+    """Refuse two models whose logits are of different tokens."""
     vocabularies = [_text_config(each).vocab_size for each in (model, source)]
     if vocabularies[0] != vocabularies[1]:
         raise LadderError(
             f"the model has {vocabularies[0]} tokens, its source {vocabularies[1]}: their vocabularies must be equal"
         )
-    sums, counts = _walk([model, source], tokens, window, batch, begin, compare, progress)
-    nll_mean, kl, agreement = (Estimate.ratio(column, counts) for column in sums.unbind(1))
-    return Distance(nll_mean.exp(), kl, agreement)
 
 
 def compare(logits: Sequence[Tensor], targets: Tensor) -> Tensor:
@@ -189,9 +194,14 @@ def shown(value: float | None, stderr: float | None, sign: str = "") -> str:
     return f"{value:{sign}.{digits}f} ± {stderr:.{digits}f}"
 
 
+def context_of(config: Any) -> int | None:
+    """The most tokens that a model of this config can read; None: any number."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def checked_window(config: Any, window: int | None) -> int:
     """The window to use for a model of this config."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)  # None: any length
+    context = context_of(config)
     check_window(window, context)
     return min(context or LONGEST, LONGEST) if window is None else window
 
@@ -233,7 +243,7 @@ def _walk(
     check_logits(models, min(batch, total), length)
     sums: list[Tensor] = []
     counts: list[int] = []
-    with _evaluating(models):
+    with evaluating(models):
         for inputs, targets in _batches(text, length, batch, begin):
             sums += _one_batch(models, inputs, targets, score)
             counts += [inputs.shape[1]] * len(inputs)
@@ -275,7 +285,7 @@ def _one_batch(models: list[Any], inputs: Tensor, targets: Tensor, score: Score)
 
 
 @contextmanager
-def _evaluating(models: list[Any]) -> Iterator[None]:
+def evaluating(models: list[Any]) -> Iterator[None]:
     """No gradients, no dropout; afterwards as before."""
     with ExitStack() as stack:
         for model in models:

@@ -29,7 +29,7 @@ from ladder.scan.checkpoints import (
 )
 from ladder.scan.early import refuse_local, refuse_standard
 from ladder.scan.options import FitOptions
-from ladder.scan.solve import solve
+from ladder.scan.solve import FitFailed, solve
 from ladder.wiring import Wiring
 
 PER_INPUT = 64  # tokens for each unknown of an equation
@@ -85,10 +85,8 @@ def enough_memory(what: str, sequences: Tensor) -> Iterator[None]:
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
             raise
-        raise LadderError(
-            f"{what} and the streams of {sequences.numel()} tokens do not fit into memory: give fewer --tokens, or a "
-            "smaller --batch"
-        ) from None
+        problem = f"{what} and the streams of {sequences.numel()} tokens do not fit into memory"
+        raise FitFailed(problem, "give fewer --tokens, or a smaller --batch") from None
 
 
 def computing_dtype(dtype: str, device: str) -> str:
@@ -116,10 +114,9 @@ def _fitted(
             weight.copy_(weight.to(own))  # what is written is what is measured
     found = FitResult(sequences.numel(), before, rewired, measured())
     if not found.fitted.kl.value <= rewired.kl.value:  # equal: a family whose blocks are parallel in any case
-        raise LadderError(
-            f"fitted on {found.tokens} tokens the model is farther from its original (KL {found.fitted.kl.value:.4g}) "
-            f"than merely rewired ({rewired.kl.value:.4g}): give more --tokens, or a larger --ridge"
-        )
+        farther = f"fitted on {found.tokens} tokens the model is farther from its original "
+        farther += f"(KL {found.fitted.kl.value:.4g}) than merely rewired ({rewired.kl.value:.4g})"
+        raise FitFailed(farther, "give more --tokens, or a larger --ridge")
     return model.to("cpu", own), found
 
 
@@ -129,13 +126,18 @@ def tokens_for(config: Any) -> int:
     return PER_INPUT * int(widest)
 
 
-def data_sequences(data: Path, seq_len: int, batch: int, wanted: int) -> tuple[Tensor, Tensor]:
-    """[n, seq_len] to fit on, about `wanted` tokens, n a multiple of a batch; and the text to measure on."""
-    shards = Shards.open(data)
+def parted(shards: Shards, seq_len: int, batch: int) -> tuple[int, int, int]:
+    """Of sequences: all, how many there are to fit on, a multiple of a batch, and to measure on. Neither may be 0."""
     total = len(Sequences(shards, seq_len))
     measured = min(MEASURED, total // 10)
     spare = max(measured, total // 100)  # what ladder adapt evaluates on, if nothing else is named
-    most = (total - spare) // batch * batch
+    return total, (total - spare) // batch * batch, measured
+
+
+def data_sequences(data: Path, seq_len: int, batch: int, wanted: int) -> tuple[Tensor, Tensor]:
+    """[n, seq_len] to fit on, about `wanted` tokens, n a multiple of a batch; and the text to measure on."""
+    shards = Shards.open(data)
+    total, most, measured = parted(shards, seq_len, batch)
     if not most or not measured:
         raise LadderError(
             f"{data} has {shards.tokens} tokens: a batch of {batch} sequences of {seq_len} and a tenth to measure on "

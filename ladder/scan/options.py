@@ -9,6 +9,8 @@ from ladder.errors import LadderError, check_known
 from ladder.files import PICTURES, check_file
 from ladder.options import argument, check_least, check_types, option
 
+FIT_TOKENS = 1 << 17  # those of the models that docs/quality.md has measured, and that `ladder adapt` fits on
+
 
 @dataclass(frozen=True)
 class FitOptions:

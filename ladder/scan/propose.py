@@ -35,9 +35,9 @@ def propose(
 ) -> Proposal:
     """The layers to wire, of the sets that were measured.
 
-    `budget`: the largest grown set whose KL stays within it. `speed`: the smallest that is predicted to be so many
-    times as fast as standard; it counts before the budget, and `over` says what that costs. Where the last layers, as
-    many, fit as well and do less harm, they are taken.
+    `budget`: the largest set whose KL stays within it. `speed`: the smallest that is predicted to be so many times as
+    fast as standard; it counts before the budget, and `over` says what that costs. Of as many layers those that do
+    less harm are taken, the grown set or the last ones: which of them it is may change once they are fitted.
     """
     check_wishes(budget, speed)
     if speed is not None and predictor is None:
@@ -50,12 +50,11 @@ def propose(
             return predictor(_wiring(scan, damage.layers)) >= speed
         return budget is not None and damage.kl <= budget
 
-    fitting = [damage for damage in scan.grown if fits(damage)]
+    fitting = [damage for damage in (*scan.grown, *scan.last) if fits(damage)]
     if not fitting:
         raise LadderError(_none_fits(scan, budget, speed, predictor))
     size = (min if speed is not None else max)(len(damage.layers) for damage in fitting)
-    candidates = [d for d in (*scan.grown, *scan.last) if len(d.layers) == size and fits(d)]
-    chosen = min(candidates, key=lambda damage: (not isfinite(damage.kl), damage.kl))
+    chosen = min((damage for damage in fitting if len(damage.layers) == size), key=_harm)
     predicted = None if predictor is None else predictor(_wiring(scan, chosen.layers))
     return Proposal(chosen, budget, speed, predicted)
 
@@ -69,11 +68,11 @@ def size_for(scan: Scan, speed: float, predictor: Predictor) -> int:
 
 
 def size_between(scan: Scan, budget: float) -> int | None:
-    """Half way from the largest grown set within the budget to the next that was measured; None: no size is between.
+    """Half way from the largest set within the budget to the next size that was measured; None: no size is between.
 
     Damage is taken to grow with the set. Measured again and again, this leads to the largest set within the budget.
     """
-    low = max((len(damage.layers) for damage in scan.grown if damage.kl <= budget), default=0)
+    low = max((len(damage.layers) for damage in (*scan.grown, *scan.last) if damage.kl <= budget), default=0)
     high = min((len(damage.layers) for damage in scan.grown if len(damage.layers) > low), default=low)
     return (low + high) // 2 if high - low > 1 else None
 
@@ -88,9 +87,14 @@ def check_reach(speed: float, own: Wiring, layers: Sequence[int], row: str, pred
 def _none_fits(scan: Scan, budget: float | None, speed: float | None, predictor: Predictor | None) -> str:
     if speed is not None and predictor is not None:
         return _too_fast(speed, max(predictor(_wiring(scan, damage.layers)) for damage in scan.grown), scan.row)
-    least = min(scan.grown, key=lambda damage: (not isfinite(damage.kl), damage.kl))
+    least = min((*scan.grown, *scan.last), key=_harm)
     which = f"layer {least.layers[0]} alone" if len(least.layers) == 1 else f"{len(least.layers)} layers"
     return f"no set stays within a budget of {budget:g} nats per token: the least is {least.kl:.3g}, with {which}"
+
+
+def _harm(damage: Damage) -> tuple[bool, float]:
+    """For sorting: what is not finite last."""
+    return not isfinite(damage.kl), damage.kl
 
 
 def _too_fast(speed: float, most: float, row: str) -> str:

@@ -44,6 +44,14 @@ Call = dict[str, Any]  # a layer's arguments besides the stream
 RIDGE = 0.01
 
 
+class FitFailed(LadderError):
+    """Equations without an answer that is of use. `what`: without what to do about it, which is of `ladder fit`."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}: {advice}")
+        self.what = what
+
+
 @torch.no_grad()
 def solve(
     model: Any,
@@ -238,5 +246,5 @@ class NormalEquations:
         assert self._cross is not None
         factor, bad = torch.linalg.cholesky_ex(self.square(ridge))
         if bad:
-            raise LadderError("the equations have no one solution: give more --tokens, or a larger --ridge")
+            raise FitFailed("the equations have no one solution", "give more --tokens, or a larger --ridge")
         return torch.cholesky_solve(self._cross, factor)

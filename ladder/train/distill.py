@@ -31,9 +31,9 @@ from ladder.scan.checkpoints import (
     refuse_quantized,
 )
 from ladder.train import folder
-from ladder.train.early import TRAINED_BYTES, check_adapt
+from ladder.train.early import check_adapt, weight_bytes
 from ladder.train.loss import LossWeights
-from ladder.train.options import AdaptOptions, TrainingOptions
+from ladder.train.options import LM_WEIGHT, AdaptOptions, TrainingOptions
 from ladder.train.run import (
     TrainingData,
     TrainingTask,
@@ -43,6 +43,8 @@ from ladder.train.run import (
     save_trained,
 )
 from ladder.train.side import SideConfig, SideModel
+from ladder.train.stages.fitted import decided, fit_first, fitted_weights
+from ladder.train.stages.on_policy import OnPolicy
 from ladder.train.teacher import CacheBuilder, CachedTeacher, OnlineTeacher, RankGroup, Teacher
 from ladder.train.trainer import StalenessSchedule
 from ladder.wiring import Wiring
@@ -54,17 +56,25 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
+    training, options = training.filled(options.method), options.filled(LM_WEIGHT)
     with quiet():
-        training = training.within(context_of(pretrained(AutoConfig, options.model)))
+        config = pretrained(AutoConfig, options.model)
+        training, asked = training.within(context_of(config)), options.fits
+        options, unfitted = decided(options, training, config)
     folders = {"model": Path(options.model), "init_from": options.init_from}
     folders |= {"data": training.data, "valid": training.valid}
     wanted = {**folder.described(options, training, **folders), "staleness": options.staleness_share}
+    wanted["fit_tokens"] = options.fit_tokens if options.fits else 0
     if not options.staleness_share:
         del wanted["staleness_way"]  # older runs may have it although it has no effect
     folder.check(options.out, wanted)
     with quiet():
         wiring, tokenizer, quantizer = _checked(options, training)
         _remark_on_family(options)
+    if unfitted is not None and _first_rank():
+        level = logging.WARNING if asked else logging.INFO
+        logger.log(level, "the weights are not fitted before the training: %s", unfitted)
+    begun = fitted_weights(options)
 
     def make(data: TrainingData, args: Any) -> TrainingTask:
         def original() -> Any:
@@ -87,32 +97,38 @@ def adapt(options: AdaptOptions, training: TrainingOptions, progress: Progress) 
         steps = round(options.staleness_share * training.steps)
         frozen = options.method == "side" or quantizer is not None
         dtype = _dtype(training) if frozen else torch.float32  # trained weights are float32
-        model = pretrained(AutoModelForCausalLM, str(options.init_from or options.model), dtype=dtype)
-        refuse_not_finite(model, str(options.init_from or options.model))
+        model = pretrained(AutoModelForCausalLM, str(begun or options.model), dtype=dtype)
+        refuse_not_finite(model, str(begun or options.model))
         own = pretrained(AutoConfig, options.model).dtype or torch.float32
         set_seed(training.seed)  # for the model's new parameters
         wired = tuple(index for index, name in enumerate(wiring.layers) if name != "standard")
         model = _trainable(rewire(model, wiring, 0.0 if steps else 1.0, options.ranks), options, wired)
-        weights = LossWeights(options.kl_weight, options.lm_weight, options.hidden_weight)
+        weights = LossWeights(options.kl_weight, options.lm_weight or 0.0, options.hidden_weight)
         finish = _finisher(options, wiring, tokenizer, own, quantizer)
         staleness = None
         if steps:
             staleness = StalenessSchedule(steps, options.staleness_way, wired, len(wiring.layers), training.seed)
         sequences = (lambda: data.train) if builder is None else partial(builder.build, original, progress)
-        return TrainingTask(model, weights, teacher, sequences, staleness, finish)
+        on_policy = OnPolicy.of(options, training, steps) if options.on_policy else None
+        return TrainingTask(model, weights, teacher, sequences, staleness, finish, on_policy)
 
-    return run_training(options.out, wanted, training, make, progress)
+    first = (lambda args: fit_first(options, training, args, progress)) if options.fits else None
+    return run_training(options.out, wanted, training, make, progress, first=first)
 
 
 def _remark_on_family(options: AdaptOptions) -> None:
     """Said before the training: what it gives may be for transformers alone."""
-    own = torchrun_rank()
-    if options.method == "side" or (own is not None and own.rank):
+    if options.method == "side" or not _first_rank():
         return
     try:
         ModelConfig.from_hf(pretrained(AutoConfig, options.model).to_dict())
     except LadderError as error:
         logger.warning("what is trained will run in transformers alone, not in ladder generate and serve: %s", error)
+
+
+def _first_rank() -> bool:
+    own = torchrun_rank()
+    return own is None or own.rank == 0
 
 
 def _dtype(training: TrainingOptions) -> torch.dtype:
@@ -140,9 +156,7 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         instead = "train an adapter beside them (--method lora), or adapt the model that they were made from and "
         refuse_quantized(str(options.init_from or options.model), config, instead + "quantize what comes out")
     tokenizer = read_tokenizer(options.model, config, training.data, training.valid)
-    each = (
-        TRAINED_BYTES if options.method == "full" else 0 if quantizer_of(config) else 4
-    ) + 4 * options.keeps_original
+    each = weight_bytes(options, quantizer_of(config) is not None)
     check_memory(options.model, weight_count(AutoModelForCausalLM, config), each, training)
     return wiring, tokenizer, quantizer_of(config)
 
@@ -202,7 +216,7 @@ def _finisher(
             tokenizer.save_pretrained(out)
             kind = trainer.model.config.model_type
             losses = bool(options.kl_weight or options.hidden_weight), bool(options.lm_weight)
-            ways = (*losses, options.init_from is not None, quantizer)
+            ways = (*losses, fitted_weights(options) is not None, quantizer)
             text = (
                 side_card(options.model, options.out, kind, wiring, options.init_from)
                 if options.method == "side"

@@ -3,6 +3,7 @@ inputs, and, to learn from them as well, labels.
 """
 
 import copy
+import logging
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from ladder.train import folder
 from ladder.train.inputs_trainer import ExamplesData, InputsTeacher, InputsTrainer, called
 from ladder.train.loss import IGNORED, LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, ExamplesOptions, TrainingOptions
+from ladder.train.recipes import INPUTS
 from ladder.train.run import TrainingTask, compile_layers, run_training, save_trained
 from ladder.train.trainer import StalenessSchedule
 from ladder.wiring import ROWS, Wiring
 
+logger = logging.getLogger(__name__)
 TIMES = 10  # that a file is read, if nothing else is said
 _OF_TEXT = ("tokens", "seq_len", "eval_tokens")
 
@@ -46,6 +49,7 @@ def adapt_inputs(options: AdaptOptions, training: TrainingOptions, progress: Pro
     """Train `options.model` under another wiring into `options.out`; returns the last evaluation. A run that was
     stopped, however hard, is continued by the same call.
     """
+    training, options = training.filled(INPUTS), replace(options.filled(0.0), fit_tokens=0)
     paths = {"model": Path(options.model), "init_from": options.init_from}
     paths |= {"data": training.data, "valid": training.valid}
     wanted = {**folder.described(options, training.within(None), **paths), "staleness": options.staleness_share}
@@ -55,6 +59,8 @@ def adapt_inputs(options: AdaptOptions, training: TrainingOptions, progress: Pro
         forward = checked.auto._model_mapping[type(checked.config)].forward
         data = ExamplesData.open(training, forward)
     run = _of_examples(options, training, len(data.train))
+    if options.init_from is None:
+        logger.info("the weights are not fitted before the training: for models that read inputs ladder fit does it")
 
     def opened(given: TrainingOptions, ranks: int) -> ExamplesData:
         if len(data.valid) < ranks:
@@ -85,7 +91,7 @@ def adapt_inputs(options: AdaptOptions, training: TrainingOptions, progress: Pro
         if steps:
             count = len(layers_of(model))
             staleness = StalenessSchedule(steps, options.staleness_way, wired, count, training.seed)
-        weights = LossWeights(options.kl_weight, options.lm_weight, options.hidden_weight)
+        weights = LossWeights(options.kl_weight, options.lm_weight or 0.0, options.hidden_weight)
         dtype = checked.config.dtype or torch.float32
 
         def finish(trainer: Any, out: Path) -> None:
@@ -108,6 +114,8 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> _Checked:
         raise LadderError(f"--method {options.method} is for decoders of text: give full or layers")
     if options.teacher_top:
         raise LadderError("--teacher-top is for decoders of text: the original stays in memory, leave it out")
+    if options.on_policy:
+        raise LadderError("--on-policy is for decoders of text, which can sample it: leave it out")
     if training.fsdp:
         raise LadderError("--fsdp is for decoders of text: leave it out")
     config = pretrained(AutoConfig, options.model)

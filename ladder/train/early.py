@@ -15,7 +15,7 @@ from ladder.errors import LadderError
 from ladder.perf.costs import RankCosts
 from ladder.perf.memory import check_host
 from ladder.scan.early import check_early
-from ladder.train.options import WHOLE, AdaptOptions, ScratchOptions, TrainingOptions
+from ladder.train.options import PROMPT, WHOLE, AdaptOptions, ScratchOptions, TrainingOptions
 from ladder.train.recipes import check_start, recipe
 from ladder.wiring import Wiring, check_names
 
@@ -29,9 +29,10 @@ def adapt_early(options: AdaptOptions, training: TrainingOptions) -> None:
         raise LadderError(f"no such folder: {options.init_from}; ladder fit makes one")
     found, config = check_early(options.model, options.wiring, training.seq_len), early_config(options.model)
     if found is not None and config is not None:
+        training = training.within(config.context)
         check_adapt(options, training, found[0], config.hidden, config.vocab)
         if options.method == "full":
-            check_early_memory(options.model, config, TRAINED_BYTES + 4 * options.keeps_original, training)
+            check_early_memory(options.model, config, weight_bytes(options), training)
 
 
 def train_early(options: ScratchOptions, training: TrainingOptions, named: frozenset[str]) -> None:
@@ -74,6 +75,8 @@ def check_adapt(options: AdaptOptions, training: TrainingOptions, wiring: Wiring
         raise LadderError(f"--optimizer muon is for --method full and layers, not for {options.method}: leave one out")
     if options.method == "side" and training.recompute:
         raise LadderError("--recompute has nothing to do for --method side, which keeps nothing of the model's layers")
+    if options.on_policy:
+        _check_on_policy(options, training)
     if options.teacher_top >= vocab:
         raise LadderError(f"--teacher-top {options.teacher_top} is no part of a vocabulary of {vocab}")
     if options.teacher_top and options.teacher_cache.resolve() == options.out.resolve():
@@ -83,6 +86,25 @@ def check_adapt(options: AdaptOptions, training: TrainingOptions, wiring: Wiring
             f"--lora-rank {options.lora_rank} is more than the model's width of {hidden}: an adapter of so many is no "
             "smaller than the weights, give a lower rank"
         )
+
+
+def _check_on_policy(options: AdaptOptions, training: TrainingOptions) -> None:
+    prompt = options.on_policy_prompt or PROMPT
+    if prompt >= training.length:
+        raise LadderError(
+            f"--on-policy-prompt {prompt} leaves nothing to sample of {training.length} tokens: give a smaller one, or "
+            "a larger --seq-len"
+        )
+    if training.fsdp:
+        raise LadderError(
+            "--on-policy samples token by token, and --fsdp would gather all weights for each: leave one out"
+        )
+
+
+def weight_bytes(options: AdaptOptions, quantized: bool = False) -> float:
+    """Of each weight of a model that is adapted, and of its original where that is in memory."""
+    own = TRAINED_BYTES if options.method == "full" else 0 if quantized else 4
+    return own + 4 * options.keeps_original
 
 
 def training_text(what: str, count: int, each: float) -> str:

@@ -2,6 +2,7 @@
 
 run.json       the options, and digests of the model and the data; a run is continued only with the same
 log.jsonl      a line for every logged step and evaluation
+fitted/        what `ladder fit` makes of the weights, where a run begins with that
 checkpoints/   a complete one can be resumed from; removed when the run is finished
 teacher/       with --teacher-top: the cache of the original's logits, unless --teacher names another folder
 config.json    and the other files of a model: written last, when everything is done
@@ -24,6 +25,7 @@ from ladder.files import check_unlocked, locked, writable, write_json
 from ladder.train.options import AdaptOptions, ScratchOptions, TrainingOptions
 
 RUN, CHECKPOINTS, FINAL, FINISHED = "run.json", "checkpoints", "final.partial", "finished"
+FITTED = "fitted"
 CONTENTS, _EDGE = "contents", 1 << 16
 COMPLETE = "complete"  # a file in a checkpoint that all ranks have written: the sizes of the others
 _FREE = {"keep", "out"}  # what may change from one start to the next
@@ -33,7 +35,8 @@ _DEFAULTS = {  # of options that were added after a run was started
     for kind in (TrainingOptions, AdaptOptions, ScratchOptions)
     for entry in fields(kind)
     if entry.default is not MISSING
-}
+} | {"lm_weight": 0.0, "fit_tokens": 0}  # as they were then
+_NEW_DEFAULTS = ("batch", "lr", "warmup", "weight_decay", "lm_weight", "fit_tokens")  # in `ladder adapt`
 
 
 def described(*options: Any, **folders: Path | None) -> dict[str, Any]:
@@ -74,10 +77,18 @@ def check(out: Path, wanted: dict[str, Any]) -> None:
     if not (out / RUN).exists():
         raise LadderError(f"{out} is there already, and no run of ours: name a new folder")
     before = _read_run(out)
-    for name, value in json.loads(json.dumps(wanted)).items():
-        if name != CONTENTS and (was := before.get(name, _DEFAULTS.get(name))) != value:
-            flag = name.replace("_", "-")
-            raise LadderError(f"{out} is a run with {flag} {was}, not {value}: give the same, or name a new folder")
+    differing = {
+        name: (was, value)
+        for name, value in json.loads(json.dumps(wanted)).items()
+        if name != CONTENTS and (was := before.get(name, _DEFAULTS.get(name))) != value
+    }
+    changed = [name for name in _NEW_DEFAULTS if name in differing]
+    if changed and "fit_tokens" in wanted and "fit_tokens" not in before:
+        same = " ".join(f"--{name.replace('_', '-')} {differing[name][0]}" for name in changed)
+        raise LadderError(f"{out} was begun when defaults were others: add {same} to continue it, or name a new folder")
+    for name, (was, value) in differing.items():
+        flag = name.replace("_", "-")
+        raise LadderError(f"{out} is a run with {flag} {was}, not {value}: give the same, or name a new folder")
     for name, value in wanted[CONTENTS].items():
         if before.get(CONTENTS, {}).get(name) != value:
             raise LadderError(f"{wanted[name]} has changed since {out} was started: name a new folder")

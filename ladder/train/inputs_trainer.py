@@ -123,7 +123,7 @@ class InputsTrainer(LadderTrainer):
         return (loss, None) if return_outputs else loss
 
     def _forward(self, model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16"):
+        with self._computing():
             return called(model, self.model, inputs)
 
     def _scores(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:

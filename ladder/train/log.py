@@ -23,18 +23,20 @@ class AlreadyTrained(Exception):
 
 
 class RunLog(TrainerCallback):  # type: ignore[misc]
-    """Writes log.jsonl; a resumed run's file begins with the lines of its checkpoint."""
+    """Writes log.jsonl; a resumed run's file begins with the lines of its checkpoint. `stage`: what a line says of the
+    steps since an earlier one.
+    """
 
     def __init__(
         self,
         options: TrainingOptions,
-        staleness: Callable[[], float | None],
+        stage: Callable[[int], dict[str, float]],
         file: Path,
         progress: Progress,
         teacher: Any = None,
     ) -> None:
         """`teacher`: the model that runs in every step beside the one that is trained."""
-        self._options, self._staleness, self._file, self._progress = options, staleness, file, progress
+        self._options, self._stage, self._file, self._progress = options, stage, file, progress
         self._teacher = teacher
         self._last, self._summary = (0, 0.0), ""
 
@@ -59,8 +61,8 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         line[name] = state.global_step * each
         if "loss" in line:
             line |= self._speed(state.global_step, args.world_size)
-            if (now := self._staleness()) is not None:
-                line["staleness"] = round(now, 4)
+            before = max((each["step"] for each in state.log_history[:-1] if "loss" in each), default=0)
+            line |= {name: round(value, 4) for name, value in self._stage(before).items()}
         if args.should_save:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

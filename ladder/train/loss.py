@@ -3,6 +3,12 @@
     loss = kl_weight * KL(teacher || student) over all tokens  +  lm_weight * cross-entropy of the next token
            + hidden_weight * |stream - teacher's|^2 / |teacher's|^2 after each layer, a mean over tokens and layers
 
+With a share `reverse` of the reverse KL, the divergence is (1 - reverse) * KL(teacher || student) + reverse *
+KL(student || teacher). By the logits z of a token their gradients are, with s and t the probabilities of both,
+
+    KL(t || s)    s - t
+    KL(s || t)    s * (log s - log t - KL(s || t))
+
 Logits are as large as tokens x vocabulary, so they are processed some tokens at a time, and the gradient is computed
 with the loss. Given what the head reads, and its weights (`Logits`), no tensor of that size ever exists: some tokens'
 logits of student and teacher are computed, the loss and its gradient by them, and from it the gradients by the head's
@@ -30,6 +36,8 @@ class LossWeights:
     kl: float
     lm: float
     hidden: float = 0.0
+    reverse: float = 0.0  # share of the reverse KL, of whole logits alone
+    targets_only: bool = False  # the KL of positions that have a target, not of all
 
 
 @dataclass(frozen=True)
@@ -168,8 +176,12 @@ def loss_chunk(
     probs = log_probs.exp()
     loss, slope = log_probs.new_zeros(()), torch.zeros_like(log_probs)
     if weights.kl and teacher is not None:
-        kl, by = _kl(log_probs, probs, teacher)
-        loss, slope = loss + kl * (weights.kl / tokens), slope + by * (weights.kl / tokens)
+        each: Any = weights.kl / tokens
+        kl, by = _kl(log_probs, probs, teacher, weights.reverse)
+        if weights.targets_only:
+            real = targets != IGNORED
+            kl, by, each = kl.where(real, 0), by.where(real.unsqueeze(-1), 0), weights.kl / counted
+        loss, slope = loss + kl.sum() * each, slope + by * each
     if weights.lm:
         real = targets != IGNORED
         index = targets.where(real, 0).unsqueeze(-1)
@@ -180,14 +192,24 @@ def loss_chunk(
     return loss.float()
 
 
-def _kl(log_probs: Tensor, probs: Tensor, teacher: Tensor | TopTokens) -> tuple[Tensor, Tensor]:
-    """Sum over the tokens of KL(teacher || student), and its gradient by the student's logits."""
+def _kl(log_probs: Tensor, probs: Tensor, teacher: Tensor | TopTokens, reverse: float) -> tuple[Tensor, Tensor]:
+    """KL(teacher || student) of each token, with a share of the reverse one, and its gradient by the student's
+    logits.
+    """
     if isinstance(teacher, Tensor):
         wanted = teacher.to(log_probs.dtype).log_softmax(-1)
-        return kl_terms(wanted, log_probs).sum(), probs - wanted.exp()
+        if not reverse:
+            return kl_terms(wanted, log_probs).sum(-1), probs - wanted.exp()
+        terms = kl_terms(log_probs, wanted)
+        back = terms.sum(-1)
+        kl, slope = reverse * back, reverse * (terms - probs * back.unsqueeze(-1))
+        if reverse < 1:
+            kl = kl + (1 - reverse) * kl_terms(wanted, log_probs).sum(-1)
+            slope = slope + (1 - reverse) * (probs - wanted.exp())
+        return kl, slope
     wanted, own = teacher.log_probs.to(log_probs.dtype), log_probs.gather(-1, teacher.ids)
     wanted_rest, own_rest = _rest(wanted.exp()), _rest(own.exp())
-    kl = kl_terms(wanted, own).sum() + (wanted_rest * (wanted_rest.log() - own_rest.log())).sum()
+    kl = kl_terms(wanted, own).sum(-1) + wanted_rest * (wanted_rest.log() - own_rest.log())
     # a token outside the top is wanted with the share of the rest that the student gives it
     ratio = wanted_rest / own_rest
     slope = probs * (1 - ratio).unsqueeze(-1)

@@ -8,6 +8,7 @@ from typing import Self
 from ladder.config.early import SEQ_LEN_HELP, sequence_length
 from ladder.errors import LadderError, check_known
 from ladder.options import argument, check_least, check_types, option
+from ladder.scan.options import FIT_TOKENS
 
 METHODS = ("full", "layers", "lora", "side")
 WHOLE = ("full", "layers")  # those that train weights as they are
@@ -15,6 +16,7 @@ SCHEDULES = ("cosine", "linear", "constant")
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("adamw", "muon")
 STALENESS_WAYS = ("together", "first", "last", "chance")
+LM_WEIGHT, REVERSE_KL, PROMPT = 0.5, 0.5, 64
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,14 @@ class TrainingOptions:
         counts = ("tokens", "batch", "log_every", "eval_tokens", "keep", "micro_batch_size", "eval_every", "save_every")
         check_least(self, **dict.fromkeys(counts, 1), seq_len=2)
         for name, most in (("lr", 10.0), ("clip", 1e6), ("weight_decay", 10.0)):
-            value = getattr(self, name)
+            if (value := getattr(self, name)) is None:
+                continue  # `AdaptTrainingOptions.filled` has it
             if not (math.isfinite(value) and (0 if name == "weight_decay" else 1e-12) <= value <= most):
                 least = "from 0 to" if name == "weight_decay" else "above 0 and at most"
                 raise LadderError(f"{name.replace('_', '-')} must be a number {least} {most}, not {value}")
         for name in ("warmup", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise LadderError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
+                raise LadderError(f"{name} must be from 0 to below 1, not {value}")
         if not 0 <= self.seed < 2**32:
             raise LadderError(f"seed must be from 0 to 2^32 - 1, not {self.seed}")
         check_known("schedule", self.schedule, SCHEDULES)
@@ -79,6 +82,10 @@ class TrainingOptions:
         check_known("device", self.device, DEVICES)
         if self.device == "cuda":
             _ = self.device_type  # refused where there is none
+
+    def filled(self, kind: str) -> "TrainingOptions":
+        """With everything that `ladder adapt` leaves to what is trained: see `AdaptTrainingOptions`."""
+        return self
 
     @property
     def length(self) -> int:
@@ -160,19 +167,25 @@ class AdaptOptions:
     kl_weight: float = option(
         1.0, "Weight of the KL divergence from the original, over all tokens; of features: of the relative distance."
     )
-    lm_weight: float = option(
-        0.0,
-        "Weight of the language-model loss, or of the cross-entropy of the labels in a file of inputs; with "
-        "--kl-weight 0: plain fine-tuning.",
+    lm_weight: float | None = option(
+        None,
+        "Weight of the language-model loss, or of the cross-entropy of the labels in a file of inputs; 0: from the "
+        f"original alone; with --kl-weight 0: plain fine-tuning; default: {LM_WEIGHT}, for a file of inputs 0.",
     )
     hidden_weight: float = option(0.0, "Weight of the relative distance from the original's stream after each layer.")
     init_from: Path | None = option(
         None,
         "Folder of the initial weights, of the same wiring, as `ladder fit` or a run has written; side: they stay.",
     )
+    fit_tokens: int = option(
+        FIT_TOKENS,
+        "Without --init-from: fit the weights by least squares on so many tokens first, as `ladder fit` does, into "
+        "OUT/fitted; 0: do not. Not with side, --staleness or --ranks.",
+    )
     staleness: float | None = option(
         None,
-        "Share of the steps in which staleness rises from 0 to 1; default: 0.5, with --init-from or side 0: at once.",
+        "Share of the steps in which staleness rises from 0 to 1; default: 0, at once, for weights that were fitted, "
+        "with --init-from and for side; else 0.5.",
     )
     staleness_way: str = option("together", f"How it rises: {', '.join(STALENESS_WAYS)}.")
     ranks: int = option(1, "TP degree that a desync wiring is adapted for, by emulated ranks.")
@@ -189,6 +202,17 @@ class AdaptOptions:
         "Examples to train on, where the data are a file of inputs, which is repeated as often as needed; default: "
         "the file ten times.",
     )
+    on_policy: float = option(
+        0.0, "Share of the steps, the last ones, in which the model learns on text that it samples itself."
+    )
+    on_policy_prompt: int | None = option(
+        None, f"Tokens of each sequence that these steps keep of the text; default: {PROMPT}."
+    )
+    reverse_kl: float | None = option(
+        None,
+        "Share of the reverse KL, of the original from the model, in the loss of these steps, from 0 to 1; the rest is "
+        f"the KL of all others; default: {REVERSE_KL}.",
+    )
     lora_rank: int = option(16, "Rank of --method lora.")
     reduction: int = option(8, "How much narrower than the model --method side's network is, in whole heads.")
 
@@ -196,10 +220,10 @@ class AdaptOptions:
         check_types(self)
         check_known("method", self.method, METHODS)
         check_known("staleness-way", self.staleness_way, STALENESS_WAYS)
-        for name in ("kl_weight", "lm_weight", "hidden_weight"):
-            if not 0 <= getattr(self, name) <= 1e3:
-                raise LadderError(f"{name.replace('_', '-')} must be from 0 to 1000, not {getattr(self, name)}")
-        if not self.kl_weight + self.lm_weight + self.hidden_weight:
+        for name, most in (("kl_weight", 1000), ("lm_weight", 1000), ("hidden_weight", 1000), ("reverse_kl", 1)):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= most:
+                raise LadderError(f"{name.replace('_', '-')} must be from 0 to {most}, not {value}")
+        if self.lm_weight is not None and not self.kl_weight + self.lm_weight + self.hidden_weight:
             raise LadderError("--kl-weight and --lm-weight are both 0: nothing would be learned")
         if self.hidden_weight and self.teacher_top:
             raise LadderError("--hidden-weight needs the original in memory: leave out --teacher-top")
@@ -219,7 +243,39 @@ class AdaptOptions:
             raise LadderError("--teacher-top needs a --kl-weight above 0: plain fine-tuning has no teacher")
         if self.teacher is not None and not self.teacher_top:
             raise LadderError("--teacher is the folder of the cache of --teacher-top: give both")
-        check_least(self, lora_rank=1, ranks=1, reduction=1, examples=1)
+        check_least(self, lora_rank=1, ranks=1, reduction=1, examples=1, fit_tokens=0, on_policy_prompt=1)
+        self._check_on_policy()
+
+    def _check_on_policy(self) -> None:
+        if not 0 <= self.on_policy <= 1:
+            raise LadderError(f"on-policy must be from 0 to 1, not {self.on_policy}")
+        if not self.on_policy:
+            if self.reverse_kl is not None or self.on_policy_prompt is not None:
+                raise LadderError("--reverse-kl and --on-policy-prompt are for --on-policy: give a share of the steps")
+            return
+        if self.teacher_top:
+            raise LadderError("--on-policy needs the original in memory, to read new text: leave out --teacher-top")
+        if self.method == "side":
+            raise LadderError("--on-policy is for methods that train the model itself, not for side: leave one out")
+        if not self.kl_weight:
+            raise LadderError(
+                "--on-policy needs a --kl-weight above 0: of its own text a model learns from the original"
+            )
+        if self.on_policy + self.staleness_share > 1:
+            raise LadderError(
+                f"--on-policy {self.on_policy} begins before staleness has risen, in {self.staleness_share} of the "
+                "steps: give a smaller share of the steps to one of them"
+            )
+
+    def filled(self, lm_weight: float) -> Self:
+        """With this weight of the language-model loss, where none was given."""
+        return self if self.lm_weight is not None else replace(self, lm_weight=lm_weight)
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights are fitted first, as far as the options say."""
+        starts = self.init_from is not None or self.staleness is not None or self.staleness_way != STALENESS_WAYS[0]
+        return self.fit_tokens > 0 and not starts and self.method != "side" and self.ranks == 1
 
     @property
     def keeps_original(self) -> bool:
@@ -234,7 +290,7 @@ class AdaptOptions:
     @property
     def staleness_share(self) -> float:
         """The share of the steps in which staleness rises."""
-        default = 0.0 if self.init_from is not None or self.method == "side" else 0.5
+        default = 0.0 if self.fits or self.init_from is not None or self.method == "side" else 0.5
         return default if self.staleness is None else self.staleness
 
 

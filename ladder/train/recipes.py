@@ -1,4 +1,6 @@
-"""Recipes: a size and how it is trained. A recipe is a row; options that are given override it."""
+"""Recipes: a size and how it is trained; and how each method adapts a model. A recipe is a row; options that are given
+override it.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
@@ -6,7 +8,8 @@ from typing import Any
 
 from ladder.config import ModelConfig
 from ladder.errors import LadderError, check_known
-from ladder.train.options import TrainingOptions
+from ladder.options import option
+from ladder.train.options import METHODS, WHOLE, TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,41 @@ def check_start(size: str | None, named: str | None) -> None:
         ModelConfig.named(size)
     else:
         recipe(str(named))
+
+
+INPUTS = "inputs"  # beside the methods: any of them, of a model that reads a file of inputs
+_TEXT: dict[str, Any] = {"batch": 16, "lr": 3e-4, "warmup": 0.05, "weight_decay": 0.01}
+# how `ladder adapt` trains where nothing else is given; for text as docs/quality.md has measured it
+ADAPT_DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(WHOLE, _TEXT),
+    "lora": {**_TEXT, "lr": 1e-3},
+    "side": {**_TEXT, "lr": 3e-3},
+    INPUTS: {"batch": 64, "lr": 1e-3, "warmup": 0.02, "weight_decay": 0.1},
+}
+
+
+def _by_method(name: str) -> str:
+    """The defaults of an option of `ladder adapt`, for its help."""
+    own, inputs = ADAPT_DEFAULTS["full"][name], ADAPT_DEFAULTS[INPUTS][name]
+    others = [(f"with {method}", ADAPT_DEFAULTS[method][name]) for method in METHODS]
+    told = [f"{where} {value}" for where, value in [*others, ("for a file of inputs", inputs)] if value != own]
+    return "; default: " + ", ".join([f"{own:g}", *told]) + "."
+
+
+@dataclass(frozen=True)
+class AdaptTrainingOptions(TrainingOptions):
+    """The run itself, where defaults depend on what is trained."""
+
+    batch: int | None = option(None, "Sequences of a step, over all ranks" + _by_method("batch"))  # type: ignore[assignment]
+    lr: float | None = option(None, "Learning rate, at its peak" + _by_method("lr"))  # type: ignore[assignment]
+    warmup: float | None = option(  # type: ignore[assignment]
+        None, "Share of the steps in which the learning rate rises from 0" + _by_method("warmup")
+    )
+    weight_decay: float | None = option(  # type: ignore[assignment]
+        None, "Weight decay, times the learning rate" + _by_method("weight_decay")
+    )
+
+    def filled(self, kind: str) -> TrainingOptions:
+        given = {entry.name: getattr(self, entry.name) for entry in fields(TrainingOptions)}
+        missing = {name: value for name, value in ADAPT_DEFAULTS[kind].items() if given[name] is None}
+        return TrainingOptions(**{**given, **missing})

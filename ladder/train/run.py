@@ -23,6 +23,7 @@ from ladder.train import folder
 from ladder.train.early import SMALLER, training_text
 from ladder.train.loss import LossWeights
 from ladder.train.options import TrainingOptions
+from ladder.train.stages.on_policy import OnPolicy
 from ladder.train.teacher import Teacher
 from ladder.train.trainer import LadderTrainer, StalenessSchedule, arguments
 
@@ -78,6 +79,7 @@ class TrainingTask:
     sequences: Callable[[], Any]  # the training set; a teacher's cache is built by this call
     staleness: StalenessSchedule | None  # None: the wiring from the first step on
     finish: Callable[[Any, Path], None]  # writes the trained model into a folder
+    on_policy: OnPolicy | None = None  # the last steps, on text that the model samples
 
 
 def run_training(
@@ -88,19 +90,24 @@ def run_training(
     progress: Progress,
     open_data: Callable[[TrainingOptions, int], Any] = TrainingData.open,
     kind: type[LadderTrainer] = LadderTrainer,
+    first: Callable[[Any], None] | None = None,
 ) -> dict[str, Any]:
     """Train the task that `make(data, arguments)` returns; returns the last evaluation, on how many tokens or examples
     it was trained, and whether this is the main rank. `out` is written to when all checks are made. `open_data`: of the
-    options and the number of ranks; what it returns has sequences to evaluate on, `valid`.
+    options and the number of ranks; what it returns has sequences to evaluate on, `valid`. `first`, of the
+    arguments: work that writes into `out`, before the task is made.
     """
     with quiet(), _sharding(), _compiling() if options.compiled else nullcontext():
         args = arguments(options, out / folder.CHECKPOINTS)
         folder.newest_checkpoint(out / folder.CHECKPOINTS)  # a damaged one is refused before a model is read
         data = open_data(options, args.world_size)
-        task = make(data, args)
+        task = make(data, args) if first is None else None
         args.distributed_state.wait_for_everyone()  # until then the other ranks read what is in `out`
         with folder.owned(out, wanted) if args.process_index == 0 else nullcontext():
             args.distributed_state.wait_for_everyone()
+            if first is not None:
+                first(args)
+            task = task or make(data, args)
             last = _trained(out, options, task, data, args, progress, kind)
     name, each = options.counted
     return {"main": args.process_index == 0, name: options.steps * each, **last}
@@ -121,7 +128,7 @@ def _trained(
         unwrapped(task.model).get_input_embeddings().register_forward_hook(_to_bfloat16)
     if options.compiled:  # a side network's own layers: hooks come and go on its backbone's
         compile_layers(getattr(task.model, "network", unwrapped(task.model)))
-    parts = (task.weights, task.teacher, options, task.staleness, progress)
+    parts = (task.weights, task.teacher, options, task.staleness, progress, task.on_policy)
     trainer = kind(task.model, args, train, data.valid, *parts)
     last = trainer.run(folder.newest_checkpoint(out / folder.CHECKPOINTS))
     with writing(out):

@@ -27,6 +27,7 @@ from ladder.train.log import AlreadyTrained, RunLog
 from ladder.train.loss import LossWeights, distillation_loss, hidden_distance, loss_chunk, next_tokens
 from ladder.train.muon import muon
 from ladder.train.options import TrainingOptions
+from ladder.train.stages.on_policy import OnPolicy
 from ladder.train.teacher import Teacher
 
 FINAL_LR = 0.1  # of the learning rate's peak
@@ -128,8 +129,11 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         options: TrainingOptions,
         staleness: StalenessSchedule | None,
         progress: Progress,
+        on_policy: OnPolicy | None = None,
     ) -> None:
         self._weights, self._teacher, self._options = weights, teacher, options
+        self._on_policy = on_policy
+        self._draws: torch.Generator | None = None  # of the step, once it has begun to sample
         cached = getattr(model.config, "use_cache", None)  # which Trainer turns off, also in the config that is saved
         super().__init__(model=model, args=args, train_dataset=train, eval_dataset=valid)
         if cached is None:
@@ -143,8 +147,8 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         self._loss_chunk = torch.compile(loss_chunk, dynamic=False) if options.compiled else loss_chunk
         self._schedule = staleness
         file, beside = Path(args.output_dir).parent / "log.jsonl", None if teacher is None else teacher.model
-        self.add_callback(RunLog(options, self.staleness, file, progress, beside))
-        self.add_callback(_StalenessCallback(self))
+        self.add_callback(RunLog(options, self.stage, file, progress, beside))
+        self.add_callback(_StepCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """accelerate has FSDP on accelerators only, and silently ignores it elsewhere; torch has it on CPUs too."""
@@ -185,6 +189,9 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if self._on_policy is not None and self.state.global_step >= self._on_policy.first:
+            loss = self._on_policy_loss(self._on_policy, model, inputs)
+            return (loss, None) if return_outputs else loss
         weights, streams = self._weights, bool(self._weights.hidden)
         more = {"output_hidden_states": True} if streams else {}  # which not every model takes
         teacher: Any = None
@@ -192,21 +199,44 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         if self._teacher is not None and (weights.kl or streams):
             teacher, wanted = self._teacher.outputs(inputs, streams)
         targets = next_tokens(inputs["labels"]).flatten()
-
-        def run(tokens: Tensor) -> Any:
-            return self._forward(model, {"input_ids": tokens}, **more)
-
-        def loss_of(logits: Tensor | Logits) -> Tensor:
-            return distillation_loss(logits, teacher if weights.kl else None, targets, weights, self._loss_chunk)
-
-        outputs, loss = self._head.apply(run, inputs["input_ids"], loss_of)
+        judged = teacher if weights.kl else None
+        outputs, loss = self._distilled(model, inputs["input_ids"], judged, targets, weights, **more)
         if streams:
             loss = loss + weights.hidden * hidden_distance(outputs.hidden_states[1:], wanted)
         return (loss, None) if return_outputs else loss
 
-    def staleness(self) -> float | None:
-        """How far the schedule is at this step, from 0 to 1. None: there is no schedule."""
-        return self._schedule.share(self.state.global_step) if self._schedule else None
+    def _on_policy_loss(self, stage: OnPolicy, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Of a batch of which the model has sampled all but the prompts."""
+        if self._draws is None:
+            self._draws = stage.generator(self.state.global_step, self.args.process_index, self.args.device)
+        with self._computing():
+            tokens = stage.sampled(self.model, inputs["input_ids"], self._draws)
+        assert self._teacher is not None
+        wanted, _ = self._teacher.outputs({"input_ids": tokens})
+        return self._distilled(model, tokens, wanted, stage.targets(tokens).flatten(), stage.weights)[1]
+
+    def _distilled(
+        self, model: Any, tokens: Tensor, teacher: Any, targets: Tensor, weights: LossWeights, **more: Any
+    ) -> tuple[Any, Tensor]:
+        """The output of a pass over [sequences, tokens], and the loss, which is computed in the head's place."""
+
+        def loss_of(logits: Tensor | Logits) -> Tensor:
+            return distillation_loss(logits, teacher, targets, weights, self._loss_chunk)
+
+        return self._head.apply(lambda tokens: self._forward(model, {"input_ids": tokens}, **more), tokens, loss_of)
+
+    def stage(self, before: int) -> dict[str, float]:
+        """For the log: how far staleness is at this step, and of the steps since `before` the share that are
+        on-policy; nothing of what a run does not have.
+        """
+        step = self.state.global_step
+        found = {"staleness": self._schedule.share(step)} if self._schedule else {}
+        return found | ({"on_policy": self._on_policy.share(before, step)} if self._on_policy else {})
+
+    def begin_step(self) -> None:
+        """Staleness is what the schedule has for this step, and what is sampled begins anew."""
+        self._draws = None
+        self.set_staleness()
 
     def set_staleness(self) -> None:
         """To what the schedule has for this step."""
@@ -250,8 +280,12 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         if "train_runtime" not in logs:  # Trainer's last line, which does not count what was before a resumption
             super().log(logs, start_time)
 
+    def _computing(self) -> Any:
+        """In the dtype of the computation."""
+        return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16")
+
     def _forward(self, model: Any, inputs: dict[str, Tensor], **more: Any) -> Any:
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self._options.precision == "bfloat16"):
+        with self._computing():
             return model(input_ids=inputs["input_ids"], use_cache=False, **more)
 
     def _scores(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -306,11 +340,11 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
                 shutil.rmtree(old)
 
 
-class _StalenessCallback(TrainerCallback):  # type: ignore[misc]
-    """Sets the staleness before every step."""
+class _StepCallback(TrainerCallback):  # type: ignore[misc]
+    """Begins every step."""
 
     def __init__(self, trainer: LadderTrainer) -> None:
         self._trainer = trainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        self._trainer.set_staleness()
+        self._trainer.begin_step()

@@ -90,7 +90,7 @@ class Run:
         self._schedule = get_scheduler(name, step.optimizer, warmup, options.steps, details)
         self._state = TrainerState(max_steps=options.steps)
         self._ranks = Ranks(mesh.device, mesh.size, mesh.first)
-        self._log = RunLog(options, lambda: None, out / "log.jsonl", progress)
+        self._log = RunLog(options, lambda before: {}, out / "log.jsonl", progress)
         self._micro, self._times = options.micro_batches(mesh.data.size)
         self._order = (-1, torch.empty(0))  # of an epoch's sequences
 
