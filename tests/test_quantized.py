@@ -97,7 +97,7 @@ def test_experts_as_a_whole(worlds: dict[int, World]) -> None:
 
 
 @pytest.mark.parametrize("vocab", [13, 16, 48])
-@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", "int8-channel", "int4-32", "int4-32-zero"])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", "int8-channel", "int8-packed", "int4-32", "int4-32-zero"])
 def test_a_quantized_head(worlds: dict[int, World], name: str, vocab: int) -> None:
     compare(worlds[4], replace(CONFIG, vocab=vocab), RECIPES[name], head=True)
 
@@ -304,6 +304,10 @@ def test_which_matrix_is_stored_how() -> None:
     names |= {"lm_head": DENSE, "model.layers.1.skipped": DENSE, "model.lm_head": four}
     assert {name: weights.of(name) for name in names} == names
     assert weights.of("model.layers.1.b", "Router") == weights.of("x", "Embedding") == DENSE
+    # transformers' name of every head: also of those that have another one in files
+    assert weights.of("embed_out") == replace(weights, ignore=("re:lm_h",)).of("embed_out") == DENSE
+    for target in ("lm_head", "re:.*head$"):
+        assert Quantization((((target,), fp8), (("Linear",), four))).of("embed_out") == fp8
     assert not Quantization() and weights and ModelConfig(**BASE).weights.of("model.layers.0.a") == DENSE
 
 
@@ -362,7 +366,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 NEED_PACKAGE: list[tuple[str, dict[str, Any], str]] = [
     ("int4-32", _group(num_bits=3), "pack-quantized, 3-bit int"),
-    ("int4-32", _group(num_bits=8), "pack-quantized, 8-bit int"),
+    ("fp8-channel", {"format": "pack-quantized"}, "pack-quantized, 8-bit float"),
+    ("int8-packed", _group(num_bits=8, group_size=16), "group_size 16"),
+    ("int8-packed", _group(num_bits=8, symmetric=False), "pack-quantized, 8-bit int, asymmetric"),
     ("int4-32", _group(group_size=16), "group_size 16"),
     ("int4-32", _group(strategy="tensor", group_size=None), "strategy tensor"),
     ("int8-channel", _group(num_bits=8, symmetric=False), "int-quantized, 8-bit int, asymmetric"),
@@ -489,7 +495,9 @@ def test_outputs_and_caches_are_left_out(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if each.storage.layout == "compressed"])
+@pytest.mark.parametrize(
+    "name", [name for name, each in RECIPES.items() if each.storage.layout in ("compressed", "packed")]
+)
 def test_what_compressed_tensors_writes(tmp_path: Path, worlds: dict[int, World], name: str, ranks: int) -> None:
     """Its own quantizer, compressor and decompressor on a model's matrices."""
     pytest.importorskip("compressed_tensors")

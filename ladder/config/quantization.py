@@ -26,7 +26,9 @@ class Storage:
     """How a matrix [outputs, inputs] is stored: w = (code - zero) * scale."""
 
     kind: str = "dense"  # dense, fp8 (e4m3), int8, int4
-    layout: str = ""  # whose names of tensors and packing: compressed, fp8 (DeepSeek, Qwen), awq, gptq
+    # whose names of tensors and packing: compressed, packed (the same, with codes of 8 bits in words), fp8 (DeepSeek,
+    # Qwen), awq, gptq
+    layout: str = ""
     group: int = 0  # inputs that share a scale; 0: all
     rows: int = 1  # outputs that share one; 0: all
     zero: bool = False  # zeros are stored, too
@@ -34,9 +36,14 @@ class Storage:
     activations: bool = field(default=False, compare=False)
 
     @property
+    def word(self) -> int:
+        """Codes in an int32; 1: they are not packed."""
+        return 8 if self.kind == "int4" else 4 if self.layout == "packed" else 1
+
+    @property
     def unit(self) -> int:
         """A rank's slice of the inputs is a multiple of this."""
-        return self.group or (8 if self.kind == "int4" else 1)
+        return self.group or self.word
 
     def __str__(self) -> str:
         shared = f" in groups of {self.group} inputs" if self.group else ""
@@ -55,7 +62,7 @@ NAMED: dict[str, Storage] = {
     "int4-64": Storage("int4", "compressed", 64),
     "int4-32": Storage("int4", "compressed", 32),
 }
-HEADS = ("lm_head", "embed_out")  # which stay as they are, as in nearly all checkpoints
+HEADS = ("lm_head", "embed_out")  # the names of heads, which stay as they are in nearly all checkpoints
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,14 @@ class Quantization:
 
     def of(self, name: str, module: str = "Linear") -> Storage:
         """How the matrix of the module `name`, of the class `module`, is stored."""
-        names, patterns = self._ignored
-        if not self.groups or not names.isdisjoint((name, module)) or any(each.match(name) for each in patterns):
+        ignored, patterns = self._ignored
+        known = HEADS if name in HEADS else (name,)  # transformers calls every head lm_head, files also embed_out
+        if not ignored.isdisjoint((*known, module)) or any(each.match(one) for each in patterns for one in known):
             return DENSE
         by_name, by_pattern = self._targets
-        found = (storage for pattern, storage in by_pattern if pattern.match(name))
-        return by_name.get(name) or next(found, None) or by_name.get(module, DENSE)
+        named = (by_name[one] for one in known if one in by_name)
+        found = (storage for pattern, storage in by_pattern if any(pattern.match(one) for one in known))
+        return next(named, None) or next(found, None) or by_name.get(module, DENSE)
 
     @cached_property
     def _ignored(self) -> tuple[frozenset[str], list[re.Pattern[str]]]:
@@ -197,15 +206,16 @@ def _storage(args: Any, form: Any) -> Storage:
     form = str(getattr(form, "value", form))
     name = f"{form}, {args.num_bits}-bit {args.type}"
     kind = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((args.num_bits, str(args.type)))
-    if kind is None or (kind == "int4") != (form == "pack-quantized"):
-        raise _refused(name, ": 8-bit floats and integers that are not packed and packed 4-bit integers are")
+    packed = form == "pack-quantized"
+    if kind is None or (kind == "int4" and not packed) or (kind == "fp8" and packed):
+        raise _refused(name, ": 8-bit floats, 8-bit integers and packed 4-bit integers are")
     if form != "naive-quantized" and (kind == "fp8") != (form == "float-quantized"):
         raise _refused(name, ": the format is for another type of weights")
     if args.strategy not in ("tensor", "channel", "group", "block") or args.dynamic:
         raise _refused(f"{name}, strategy {args.strategy}", ": known are tensor, channel, group and block")
     if args.scale_dtype is not None and not args.scale_dtype.is_floating_point:
         raise _refused(f"{name}, scales of {args.scale_dtype}", ": scales must be plain floats")
-    if kind == "int4" and (args.strategy not in ("channel", "group") or args.group_size not in (None, -1, *GROUPS)):
+    if packed and (args.strategy not in ("channel", "group") or args.group_size not in (None, -1, *GROUPS)):
         raise _refused(f"{name}, strategy {args.strategy}, group_size {args.group_size}", f": {_GROUPS}")
     if kind != "int4" and not args.symmetric:
         raise _refused(f"{name}, asymmetric", ": only int4 may have zero points")
@@ -213,7 +223,8 @@ def _storage(args: Any, form: Any) -> Storage:
         rows, group = args.block_structure
         return Storage(kind, "compressed", group, rows)
     group = args.group_size if args.strategy == "group" else 0
-    return Storage(kind, "compressed", group, int(args.strategy != "tensor"), not args.symmetric)
+    layout = "packed" if packed and kind == "int8" else "compressed"
+    return Storage(kind, layout, group, int(args.strategy != "tensor"), not args.symmetric)
 
 
 def _are_fp8(args: Any, storage: Storage) -> bool:
