@@ -342,7 +342,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq-64", {"bits": "4"}, "'bits' must be a whole number"),
     ("gptq-64", {"group_size": 48}, "gptq, group_size 48"),
     ("gptq-64", {"checkpoint_format": "gptq_v2"}, "checkpoint_format gptq_v2"),
+    ("gptq-64", {"format": "gptq_v2"}, "checkpoint_format gptq_v2"),
     ("gptq-64", {"is_marlin_format": True}, "checkpoint_format marlin"),
+    (
+        "gptq-64",
+        {"modules_in_block_to_quantize": 5},
+        "^.*'modules_in_block_to_quantize' must be a list of names, not '5'$",
+    ),
+    ("gptq-64", {"modules_in_block_to_quantize": [["a"], 5]}, "'modules_in_block_to_quantize' must be a list of names"),
+    (
+        "awq-64",
+        {"modules_to_not_convert": "lm_head"},
+        "'modules_to_not_convert' must be a list of names, not 'lm_head'$",
+    ),
+    ("deepseek", {"modules_to_not_convert": {"lm_head": 1}}, "'modules_to_not_convert' must be a list of names"),
+    ("deepseek", {"quant_method": "a\nb"}, r"\(a b\) are not supported"),
+    ("deepseek", {"quant_method": "nvfp4"}, r"\(NVFP4\) are not supported"),
     ("gptq-64", {"dynamic": {"-:x": {}}}, "dynamic"),
     ("awq-64", {"bits": 3}, "awq, 3 bits"),
     ("awq-64", {"version": "gemv"}, "awq, version gemv"),
@@ -363,6 +378,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("int4-32", {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
     ("int4-32", _group(actorder="group"), r"\(act-order\).*actorder 'group'"),
     ("int4-32", _group(actorder=True), r"\(act-order\)"),
+    (
+        "int4-32",
+        {"config_groups": ["Linear"]},
+        "quantization_config: 'config_groups' must be an object, not \"\\['Linear",
+    ),
+    ("int4-32", {"config_groups": {"group_0": {"weights": "W4"}}}, "'weights' must be an object, not 'W4'$"),
+    ("int4-32", {"sparsity_config": "x"}, "'sparsity_config' must be an object"),
 ]
 NEED_PACKAGE: list[tuple[str, dict[str, Any], str]] = [
     ("int4-32", _group(num_bits=3), "pack-quantized, 3-bit int"),
@@ -374,8 +396,18 @@ NEED_PACKAGE: list[tuple[str, dict[str, Any], str]] = [
     ("int8-channel", _group(num_bits=8, symmetric=False), "int-quantized, 8-bit int, asymmetric"),
     ("int8-channel", _group(), "int-quantized, 4-bit int"),
     ("int8-channel", {"format": "float-quantized"}, "the format is for another type"),
-    ("int4-32", _group(num_bits="many"), "cannot be read by compressed-tensors"),
-    ("int4-32", {"config_groups": {"group_0": {"targets": 5}}}, "cannot be read by compressed-tensors"),
+    (
+        "int4-32",
+        _group(num_bits="many"),
+        r"by compressed-tensors: config_groups.group_0.weights.num_bits: Input [^:]*$",
+    ),
+    (
+        "int4-32",
+        _group(group_size=0),
+        "compressed-tensors: config_groups.group_0.weights: strategy group requires [^:]*$",
+    ),
+    ("int4-32", {"config_groups": {"group_0": {"targets": 5}}}, "group_0.targets: Input should be a valid list$"),
+    ("int4-32", {"config_groups": {"W9": ["Linear"]}}, "cannot be read by compressed-tensors: .*W9"),
     ("int4-32", {"ignore": ["re:("]}, r"has 're:\(', which is no regular expression"),
 ]
 
