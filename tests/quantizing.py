@@ -66,6 +66,21 @@ def unpack_eights(tensors: Tensors, storage: Storage) -> Tensor:
                                               *tensors["weight"].shape, storage)  # fmt: skip
 
 
+def pack_words(weight: Tensor, storage: Storage) -> Tensors:
+    """Codes of 8 bits, four in an int32, the first in the lowest bits; 128 is the zero."""
+    tensors = pack_eights(weight, storage)
+    codes = tensors.pop("weight").long() + 128
+    packed = sum(codes[:, number::4] << 8 * number for number in range(4))
+    assert isinstance(packed, Tensor)
+    return tensors | {"weight_packed": packed.to(torch.int32), "weight_shape": torch.tensor(weight.shape)}
+
+
+def unpack_words(tensors: Tensors, storage: Storage) -> Tensor:
+    packed = tensors["weight_packed"].long()
+    codes = torch.stack([((packed >> 8 * number) & 255) - 128 for number in range(4)], dim=-1).flatten(1)
+    return unpack_eights(tensors | {"weight": codes}, storage)
+
+
 def fours(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor, Tensor]:
     """Codes from 0 to 15, scales and zeros of the same range, [outputs, inputs] and [outputs, groups]."""
     low, high = regions(weight, storage)
@@ -137,6 +152,8 @@ def compressed(storage: Storage, form: str, **weights: Any) -> Recipe:
     settings = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head", "embed_out"]}
     settings |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
     settings["quantization_status"] = "compressed"
+    if storage.layout == "packed":
+        return Recipe(storage, settings, pack_words, unpack_words)
     if bits == 8:
         return Recipe(storage, settings, pack_eights, unpack_eights)
     return Recipe(storage, settings, pack_fours, unpack_fours)
@@ -151,6 +168,9 @@ def _recipes() -> dict[str, Recipe]:
         found[f"{kind}-group"] = compressed(replace(storage, group=32), form, strategy="group", group_size=32)
         block = replace(storage, rows=48, group=128)  # 48 divides nothing here
         found[f"{kind}-block"] = compressed(block, form, strategy="block", block_structure=[48, 128])
+    storage = Storage("int8", "packed")  # what compressed-tensors chooses where activations are not quantized
+    found["int8-packed"] = compressed(storage, "pack-quantized", strategy="channel")
+    found["int8-packed-32"] = compressed(replace(storage, group=32), "pack-quantized", strategy="group", group_size=32)
     for zero in (False, True):
         storage, end = Storage("int4", "compressed", zero=zero), "-zero" if zero else ""
         found[f"int4-channel{end}"] = compressed(storage, "pack-quantized", strategy="channel")

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from ladder import LLM, SamplingParams
 from ladder.checkpoint import SINGLE, Directory
 from ladder.cli import verbs
+from ladder.cli.generate import Prompts
 from ladder.engine.executors.torchrun import TorchrunRank
+from ladder.errors import LadderError
 from tests.checkpoints import byte_tokenizer, tiny
 
 Run = Callable[..., tuple[int, str, str]]
@@ -340,3 +342,13 @@ OLD_OPTIONS = [
 @pytest.mark.parametrize("verb, old, new", OLD_OPTIONS)
 def test_old_options_of_other_verbs(run: Run, verb: str, old: str, new: str) -> None:
     assert run(verb, old, "4") == (2, "", f"ladder: {old} was renamed: use {new}\n")
+
+
+@pytest.mark.parametrize("given, ids", [("1 2 3", None), ("1,2 3", None), ("1,,2", None), (" 5, 17 ,9 ", [5, 17, 9])])
+def test_spaces_between_token_ids(given: str, ids: list[int] | None) -> None:
+    prompts = Prompts(token_ids=(given,))
+    if ids is not None:
+        assert prompts.all() == [ids]
+        return
+    with pytest.raises(LadderError, match="are not numbers with commas between"):
+        prompts.all()

@@ -97,7 +97,7 @@ def test_experts_as_a_whole(worlds: dict[int, World]) -> None:
 
 
 @pytest.mark.parametrize("vocab", [13, 16, 48])
-@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", "int8-channel", "int4-32", "int4-32-zero"])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", "int8-channel", "int8-packed", "int4-32", "int4-32-zero"])
 def test_a_quantized_head(worlds: dict[int, World], name: str, vocab: int) -> None:
     compare(worlds[4], replace(CONFIG, vocab=vocab), RECIPES[name], head=True)
 
@@ -304,6 +304,10 @@ def test_which_matrix_is_stored_how() -> None:
     names |= {"lm_head": DENSE, "model.layers.1.skipped": DENSE, "model.lm_head": four}
     assert {name: weights.of(name) for name in names} == names
     assert weights.of("model.layers.1.b", "Router") == weights.of("x", "Embedding") == DENSE
+    # transformers' name of every head: also of those that have another one in files
+    assert weights.of("embed_out") == replace(weights, ignore=("re:lm_h",)).of("embed_out") == DENSE
+    for target in ("lm_head", "re:.*head$"):
+        assert Quantization((((target,), fp8), (("Linear",), four))).of("embed_out") == fp8
     assert not Quantization() and weights and ModelConfig(**BASE).weights.of("model.layers.0.a") == DENSE
 
 
@@ -338,7 +342,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq-64", {"bits": "4"}, "'bits' must be a whole number"),
     ("gptq-64", {"group_size": 48}, "gptq, group_size 48"),
     ("gptq-64", {"checkpoint_format": "gptq_v2"}, "checkpoint_format gptq_v2"),
+    ("gptq-64", {"format": "gptq_v2"}, "checkpoint_format gptq_v2"),
     ("gptq-64", {"is_marlin_format": True}, "checkpoint_format marlin"),
+    (
+        "gptq-64",
+        {"modules_in_block_to_quantize": 5},
+        "^.*'modules_in_block_to_quantize' must be a list of names, not '5'$",
+    ),
+    ("gptq-64", {"modules_in_block_to_quantize": [["a"], 5]}, "'modules_in_block_to_quantize' must be a list of names"),
+    (
+        "awq-64",
+        {"modules_to_not_convert": "lm_head"},
+        "'modules_to_not_convert' must be a list of names, not 'lm_head'$",
+    ),
+    ("deepseek", {"modules_to_not_convert": {"lm_head": 1}}, "'modules_to_not_convert' must be a list of names"),
+    ("deepseek", {"quant_method": "a\nb"}, r"\(a b\) are not supported"),
+    ("deepseek", {"quant_method": "nvfp4"}, r"\(NVFP4\) are not supported"),
     ("gptq-64", {"dynamic": {"-:x": {}}}, "dynamic"),
     ("awq-64", {"bits": 3}, "awq, 3 bits"),
     ("awq-64", {"version": "gemv"}, "awq, version gemv"),
@@ -359,17 +378,36 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("int4-32", {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
     ("int4-32", _group(actorder="group"), r"\(act-order\).*actorder 'group'"),
     ("int4-32", _group(actorder=True), r"\(act-order\)"),
+    (
+        "int4-32",
+        {"config_groups": ["Linear"]},
+        "quantization_config: 'config_groups' must be an object, not \"\\['Linear",
+    ),
+    ("int4-32", {"config_groups": {"group_0": {"weights": "W4"}}}, "'weights' must be an object, not 'W4'$"),
+    ("int4-32", {"sparsity_config": "x"}, "'sparsity_config' must be an object"),
 ]
 NEED_PACKAGE: list[tuple[str, dict[str, Any], str]] = [
     ("int4-32", _group(num_bits=3), "pack-quantized, 3-bit int"),
-    ("int4-32", _group(num_bits=8), "pack-quantized, 8-bit int"),
+    ("fp8-channel", {"format": "pack-quantized"}, "pack-quantized, 8-bit float"),
+    ("int8-packed", _group(num_bits=8, group_size=16), "group_size 16"),
+    ("int8-packed", _group(num_bits=8, symmetric=False), "pack-quantized, 8-bit int, asymmetric"),
     ("int4-32", _group(group_size=16), "group_size 16"),
     ("int4-32", _group(strategy="tensor", group_size=None), "strategy tensor"),
     ("int8-channel", _group(num_bits=8, symmetric=False), "int-quantized, 8-bit int, asymmetric"),
     ("int8-channel", _group(), "int-quantized, 4-bit int"),
     ("int8-channel", {"format": "float-quantized"}, "the format is for another type"),
-    ("int4-32", _group(num_bits="many"), "cannot be read by compressed-tensors"),
-    ("int4-32", {"config_groups": {"group_0": {"targets": 5}}}, "cannot be read by compressed-tensors"),
+    (
+        "int4-32",
+        _group(num_bits="many"),
+        r"by compressed-tensors: config_groups.group_0.weights.num_bits: Input [^:]*$",
+    ),
+    (
+        "int4-32",
+        _group(group_size=0),
+        "compressed-tensors: config_groups.group_0.weights: strategy group requires [^:]*$",
+    ),
+    ("int4-32", {"config_groups": {"group_0": {"targets": 5}}}, "group_0.targets: Input should be a valid list$"),
+    ("int4-32", {"config_groups": {"W9": ["Linear"]}}, "cannot be read by compressed-tensors: .*W9"),
     ("int4-32", {"ignore": ["re:("]}, r"has 're:\(', which is no regular expression"),
 ]
 
@@ -489,7 +527,9 @@ def test_outputs_and_caches_are_left_out(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name, each in RECIPES.items() if each.storage.layout == "compressed"])
+@pytest.mark.parametrize(
+    "name", [name for name, each in RECIPES.items() if each.storage.layout in ("compressed", "packed")]
+)
 def test_what_compressed_tensors_writes(tmp_path: Path, worlds: dict[int, World], name: str, ranks: int) -> None:
     """Its own quantizer, compressor and decompressor on a model's matrices."""
     pytest.importorskip("compressed_tensors")

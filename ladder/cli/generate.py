@@ -41,7 +41,7 @@ class Prompts:
                 raise LadderError(f"{self.prompts_file} has no prompts: write one per line")
             prompts += lines
         for text in self.token_ids:
-            if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text.replace(" ", "")):
+            if not re.fullmatch(r" *[0-9]{1,9} *(, *[0-9]{1,9} *)*", text):
                 raise LadderError(f"token ids {text!r} are not numbers with commas between, as in 5,17,9")
             prompts.append([int(part) for part in text.split(",")])
         if not prompts:

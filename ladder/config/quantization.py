@@ -13,8 +13,9 @@ from ladder.errors import LadderError, check_known, install
 GROUPS = (32, 64, 128)  # inputs of int4 that share a scale
 FP8_GROUP = 128  # inputs of fp8 activations that share one, where weights have groups
 # what the transformers host can read
-ELSEWHERE = ("bitsandbytes", "torchao", "hqq", "quanto", "eetq", "aqlm", "vptq", "higgs", "spqr", "bitnet", "mxfp4")
-BY_NAME = {"gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "modelopt": "NVFP4 and others of ModelOpt"}
+ELSEWHERE = frozenset({"bitsandbytes", "torchao", "hqq", "quanto", "eetq", "aqlm", "vptq", "higgs", "spqr", "bitnet"})
+ELSEWHERE |= {"mxfp4", "auto-round", "fbgemm_fp8", "fp_quant", "quark", "sinq"}
+BY_NAME = {"gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "modelopt": "NVFP4 and others of ModelOpt", "nvfp4": "NVFP4"}
 # tensors of quantized activations and caches, which are not read
 _ACTIVATIONS, _CACHES = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"), ("q", "k", "v")
 ACTIVATION_TENSORS = _ACTIVATIONS + tuple(f".{each}_{end}" for each in _CACHES for end in ("scale", "zero_point"))
@@ -26,7 +27,9 @@ class Storage:
     """How a matrix [outputs, inputs] is stored: w = (code - zero) * scale."""
 
     kind: str = "dense"  # dense, fp8 (e4m3), int8, int4
-    layout: str = ""  # whose names of tensors and packing: compressed, fp8 (DeepSeek, Qwen), awq, gptq
+    # whose names of tensors and packing: compressed, packed (the same, with codes of 8 bits in words), fp8 (DeepSeek,
+    # Qwen), awq, gptq
+    layout: str = ""
     group: int = 0  # inputs that share a scale; 0: all
     rows: int = 1  # outputs that share one; 0: all
     zero: bool = False  # zeros are stored, too
@@ -34,9 +37,14 @@ class Storage:
     activations: bool = field(default=False, compare=False)
 
     @property
+    def word(self) -> int:
+        """Codes in an int32; 1: they are not packed."""
+        return 8 if self.kind == "int4" else 4 if self.layout == "packed" else 1
+
+    @property
     def unit(self) -> int:
         """A rank's slice of the inputs is a multiple of this."""
-        return self.group or (8 if self.kind == "int4" else 1)
+        return self.group or self.word
 
     def __str__(self) -> str:
         shared = f" in groups of {self.group} inputs" if self.group else ""
@@ -55,7 +63,7 @@ NAMED: dict[str, Storage] = {
     "int4-64": Storage("int4", "compressed", 64),
     "int4-32": Storage("int4", "compressed", 32),
 }
-HEADS = ("lm_head", "embed_out")  # which stay as they are, as in nearly all checkpoints
+HEADS = ("lm_head", "embed_out")  # the names of heads, which stay as they are in nearly all checkpoints
 
 
 @dataclass(frozen=True)
@@ -74,12 +82,14 @@ class Quantization:
 
     def of(self, name: str, module: str = "Linear") -> Storage:
         """How the matrix of the module `name`, of the class `module`, is stored."""
-        names, patterns = self._ignored
-        if not self.groups or not names.isdisjoint((name, module)) or any(each.match(name) for each in patterns):
+        ignored, patterns = self._ignored
+        known = HEADS if name in HEADS else (name,)  # transformers calls every head lm_head, files also embed_out
+        if not ignored.isdisjoint((*known, module)) or any(each.match(one) for each in patterns for one in known):
             return DENSE
         by_name, by_pattern = self._targets
-        found = (storage for pattern, storage in by_pattern if pattern.match(name))
-        return by_name.get(name) or next(found, None) or by_name.get(module, DENSE)
+        named = (by_name[one] for one in known if one in by_name)
+        found = (storage for pattern, storage in by_pattern if any(pattern.match(one) for one in known))
+        return next(named, None) or next(found, None) or by_name.get(module, DENSE)
 
     @cached_property
     def _ignored(self) -> tuple[frozenset[str], list[re.Pattern[str]]]:
@@ -114,9 +124,9 @@ def _compiled(target: str) -> re.Pattern[str]:
         raise LadderError(f"quantization_config has {target[:80]!r}, which is no regular expression: {error}") from None
 
 
-def _inside(names: Iterable[Any]) -> tuple[str, ...]:
+def _inside(names: Iterable[str]) -> tuple[str, ...]:
     """Targets of all modules whose names have one of these as whole parts: "mlp.gate" is none of "mlp.gate_proj"."""
-    return tuple(rf"re:(?:.*\.)?{re.escape(str(name))}(?:\.|$)" for name in names)
+    return tuple(rf"re:(?:.*\.)?{re.escape(name)}(?:\.|$)" for name in names)
 
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization:
@@ -138,25 +148,33 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization:
 
 
 def _refused(what: str, why: str) -> LadderError:
-    return LadderError(f"quantized weights ({what}) are not supported{why}")
+    return LadderError(f"quantized weights ({' '.join(what.split())}) are not supported{why}")
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of config.json, empty where it is missing or null."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise LadderError(f"quantization_config: {key!r} must be an object, not {str(value)[:80]!r}")
+    return value or {}
 
 
 def _compressed(raw: Mapping[str, Any]) -> Quantization:
-    sparse = raw.get("sparsity_config") or {}
-    if sparse.get("format", "dense") != "dense":
-        raise _refused(f"{str(sparse['format'])[:80]}", ": sparse formats are not read")
+    sparse = _mapping(raw, "sparsity_config").get("format", "dense")
+    if sparse != "dense":
+        raise _refused(f"{str(sparse)[:80]}", ": sparse formats are not read")
     if raw.get("transform_config"):
         raise _refused("transform_config", ": transformed weights are not read")
-    schemes = raw.get("config_groups") or {}
-    for scheme in schemes.values():
-        if isinstance(scheme, Mapping):
-            form = scheme.get("format") or raw.get("format")
-            order = (scheme.get("weights") or {}).get("actorder")
-            if scheme.get("weights") and form not in FORMATS:
-                name = "NVFP4" if form == "nvfp4-pack-quantized" else str(form)[:80]
-                raise _refused(name, f": the formats that are read are {', '.join(FORMATS)}")
-            if order is True or str(order).lower() in ("group", "dynamic"):  # "weight" does not change how it is stored
-                raise _refused("act-order", f": actorder {order!r} scatters the groups over the inputs")
+    schemes = _mapping(raw, "config_groups")
+    for key in (key for key, each in schemes.items() if not isinstance(each, list)):  # a list is of a preset's targets
+        scheme = _mapping(schemes, key)
+        weights, form = _mapping(scheme, "weights"), scheme.get("format") or raw.get("format")
+        order = weights.get("actorder")
+        if weights and form not in FORMATS:
+            name = "NVFP4" if form == "nvfp4-pack-quantized" else str(form)[:80]
+            raise _refused(name, f": the formats that are read are {', '.join(FORMATS)}")
+        if order is True or str(order).lower() in ("group", "dynamic"):  # "weight" does not change how it is stored
+            raise _refused("act-order", f": actorder {order!r} scatters the groups over the inputs")
     status = raw.get("quantization_status", "compressed")
     if status != "compressed":
         raise _refused(f"quantization_status {str(status)[:80]!r}", ": only compressed weights are read")
@@ -183,8 +201,18 @@ def _parsed(raw: Mapping[str, Any]) -> Any:
     try:
         return QuantizationConfig.model_validate(dict(raw))
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise LadderError(f"quantization_config cannot be read by compressed-tensors: {text}") from None
+        raise LadderError(f"quantization_config cannot be read by compressed-tensors: {_first(error)}") from None
+
+
+def _first(error: Exception) -> str:
+    """What an error of that package says; of a list of errors the first, with the keys that lead to it."""
+    listed = getattr(error, "errors", None)  # pydantic's
+    text = str(error)
+    if callable(listed) and (errors := listed(include_url=False, include_context=False, include_input=False)):
+        # it names the functions that check a value among the keys
+        keys = [str(key) for key in errors[0]["loc"] if re.fullmatch(r"[\w-]+", str(key))]
+        text = ": ".join(filter(None, (".".join(keys), errors[0]["msg"].removeprefix("Value error, "))))
+    return " ".join(text.split())[:300]
 
 
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
@@ -197,15 +225,16 @@ def _storage(args: Any, form: Any) -> Storage:
     form = str(getattr(form, "value", form))
     name = f"{form}, {args.num_bits}-bit {args.type}"
     kind = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((args.num_bits, str(args.type)))
-    if kind is None or (kind == "int4") != (form == "pack-quantized"):
-        raise _refused(name, ": 8-bit floats and integers that are not packed and packed 4-bit integers are")
+    packed = form == "pack-quantized"
+    if kind is None or (kind == "int4" and not packed) or (kind == "fp8" and packed):
+        raise _refused(name, ": 8-bit floats, 8-bit integers and packed 4-bit integers are")
     if form != "naive-quantized" and (kind == "fp8") != (form == "float-quantized"):
         raise _refused(name, ": the format is for another type of weights")
     if args.strategy not in ("tensor", "channel", "group", "block") or args.dynamic:
         raise _refused(f"{name}, strategy {args.strategy}", ": known are tensor, channel, group and block")
     if args.scale_dtype is not None and not args.scale_dtype.is_floating_point:
         raise _refused(f"{name}, scales of {args.scale_dtype}", ": scales must be plain floats")
-    if kind == "int4" and (args.strategy not in ("channel", "group") or args.group_size not in (None, -1, *GROUPS)):
+    if packed and (args.strategy not in ("channel", "group") or args.group_size not in (None, -1, *GROUPS)):
         raise _refused(f"{name}, strategy {args.strategy}, group_size {args.group_size}", f": {_GROUPS}")
     if kind != "int4" and not args.symmetric:
         raise _refused(f"{name}, asymmetric", ": only int4 may have zero points")
@@ -213,7 +242,8 @@ def _storage(args: Any, form: Any) -> Storage:
         rows, group = args.block_structure
         return Storage(kind, "compressed", group, rows)
     group = args.group_size if args.strategy == "group" else 0
-    return Storage(kind, "compressed", group, int(args.strategy != "tensor"), not args.symmetric)
+    layout = "packed" if packed and kind == "int8" else "compressed"
+    return Storage(kind, layout, group, int(args.strategy != "tensor"), not args.symmetric)
 
 
 def _are_fp8(args: Any, storage: Storage) -> bool:
@@ -253,6 +283,16 @@ def _four_bits(raw: Mapping[str, Any], method: str) -> None:
         raise _refused(f"{method}, {bits} bits", ": only 4 bits are read")
 
 
+def _names(raw: Mapping[str, Any], key: str) -> list[str]:
+    """Names of modules, none where the key is missing or null."""
+    value = raw.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise LadderError(f"{key!r} must be a list of names, not {str(value)[:80]!r}")
+    return value
+
+
 def _fp8(raw: Mapping[str, Any]) -> Quantization:
     block = raw.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= 1 << 16 for n in block):
@@ -261,8 +301,9 @@ def _fp8(raw: Mapping[str, Any]) -> Quantization:
         raise _refused(f"fp8, fmt {str(raw['fmt'])[:80]}", ": only e4m3 is read")
     dynamic = raw.get("activation_scheme", "dynamic") == "dynamic"
     storage = _with_activations(Storage("fp8", "fp8", block[1], block[0]), dynamic)
-    skipped = raw.get("modules_to_not_convert")
-    return Quantization(((("Linear",), storage),), _inside(HEADS if skipped is None else skipped))
+    told = raw.get("modules_to_not_convert") is not None
+    ignored = _names(raw, "modules_to_not_convert") if told else HEADS
+    return Quantization(((("Linear",), storage),), _inside(ignored))
 
 
 def _awq(raw: Mapping[str, Any]) -> Quantization:
@@ -271,7 +312,7 @@ def _awq(raw: Mapping[str, Any]) -> Quantization:
         raise _refused(f"awq, version {str(raw['version'])[:80]}", ": only gemm is read")
     if raw.get("zero_point", True) is not True:
         raise _refused("awq without zero_point", ": how it is stored is not defined")
-    ignored = [*HEADS, *(raw.get("modules_to_not_convert") or ())]
+    ignored = [*HEADS, *_names(raw, "modules_to_not_convert")]
     storage = Storage("int4", "awq", _group(raw, "awq"), zero=True)
     return Quantization(((("Linear", "Conv1D"), storage),), _inside(ignored))
 
@@ -280,13 +321,18 @@ def _gptq(raw: Mapping[str, Any]) -> Quantization:
     _four_bits(raw, "gptq")
     if raw.get("desc_act"):
         raise _refused("gptq with act-order", ": desc_act scatters the groups over the inputs")
-    form = "marlin" if raw.get("is_marlin_format") else raw.get("checkpoint_format") or "gptq"
-    if form != "gptq":
-        raise _refused(f"gptq, checkpoint_format {str(form)[:80]}", ": only gptq is read")
+    # some writers name the format by the one key, some by the other; the zeros of gptq_v2 are not less by one
+    forms = [raw.get("checkpoint_format"), raw.get("format"), "marlin" if raw.get("is_marlin_format") else None]
+    for form in forms:
+        if form not in (None, "gptq"):
+            raise _refused(f"gptq, checkpoint_format {str(form)[:80]}", ": only gptq is read")
     if raw.get("dynamic"):
         raise _refused("gptq, dynamic", ": all matrices must be stored alike")
-    inside = raw.get("modules_in_block_to_quantize") or ()
-    names = [name for each in inside for name in (each if isinstance(each, list) else [each])]
+    key = "modules_in_block_to_quantize"
+    inside = raw.get(key)
+    if isinstance(inside, list):  # of names, or of lists of names
+        inside = [name for each in inside for name in (each if isinstance(each, list) else [each])]
+    names = _names({key: inside}, key)
     storage = Storage("int4", "gptq", _group(raw, "gptq"), zero=not raw.get("sym", True))
     targets = _inside(names) or ("Linear", "Conv1D")
     return Quantization(((targets, storage),), () if raw.get("lm_head") else _inside(HEADS))

@@ -123,7 +123,7 @@ def _check_shape(piece: Piece, storage: Storage) -> None:
     shape, where = f"[{outputs}, {inputs}]", f"{piece.name} is stored as {storage}"
     if piece.transposed:
         raise LadderError(f"{where}: quantized matrices that are stored transposed are not supported")
-    if storage.kind == "int4" and (inputs % storage.unit or (storage.layout != "compressed" and outputs % 8)):
+    if storage.word > 1 and (inputs % storage.unit or (storage.layout in ("awq", "gptq") and outputs % 8)):
         raise LadderError(f"{where}, into which its shape {shape} cannot be divided")
 
 
@@ -148,13 +148,13 @@ def numbers(codes: Tensor) -> Tensor:
 
 def _compressed(weight: Quantized, piece: Piece, scale: str = "weight_scale") -> Iterator[Shard]:
     """weight and weight_scale; of int4 weight_packed [outputs, inputs / 8] with eight inputs in an int32, weight_shape,
-    and weight_zero_point [outputs / 8, groups] with eight outputs in one.
+    and weight_zero_point [outputs / 8, groups] with eight outputs in one. Packed codes of 8 bits are four in an int32.
     """
     storage, name, (outputs, inputs), here = weight.storage, piece.name, piece.shape, _here(piece)
-    if storage.kind == "int4":
-        shape, index = (outputs, inputs // 8), (piece.rows, _over(piece.columns, 8))
-        codes = weight.codes.data[here]
-        yield Shard(f"{name}.weight_packed", shape, index, codes, lambda x: _pairs(_fours(x), weight.run), INT32)
+    if storage.word > 1:
+        shape, index = (outputs, inputs // storage.word), (piece.rows, _over(piece.columns, storage.word))
+        codes = (lambda x: _pairs(_fours(x), weight.run)) if storage.kind == "int4" else _eights
+        yield Shard(f"{name}.weight_packed", shape, index, weight.codes.data[here], codes, INT32)
         sizes = partial(torch.tensor, piece.shape)
         nothing = weight.codes.data[:0, 0]
         yield Shard(f"{name}.weight_shape", (2,), (slice(0, 2),), nothing, types=INTEGERS, holds=sizes)
@@ -210,6 +210,7 @@ def _gptq(weight: Quantized, piece: Piece) -> Iterator[Shard]:
 
 LAYOUTS: dict[str, Callable[[Quantized, Piece], Iterator[Shard]]] = {
     "compressed": _compressed,
+    "packed": _compressed,
     "fp8": partial(_compressed, scale="weight_scale_inv"),
     "awq": _awq,
     "gptq": _gptq,
@@ -254,6 +255,11 @@ def _fours(words: Tensor) -> Tensor:
     rows, count = words.shape
     pairs = words.contiguous().view(-1).view(torch.uint8).view(rows, 4 * count)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def _eights(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> int8 [rows, 4 n], the lowest eight bits first; as they are stored, zero is 128."""
+    return words.contiguous().view(torch.int8) ^ -128
 
 
 def _unpacked(piece: Piece, order: list[int] | None, plus: int, words: Tensor) -> Tensor:
