@@ -5,11 +5,13 @@ python -m experiments.quality_plots
     scratch.png     validation loss while wirings are trained from scratch, and how far each is from standard
     adaptation.png  a pretrained model rewired, fitted and adapted: KL to the original
     latency.png     loss against the time of a decoding step, where both were measured
+    wirings.png     a pretrained model fitted to wirings: KL to the original against the predicted speed
 """
 
 from pathlib import Path
 from typing import Any
 
+from experiments.tables.quality import LINKS, larger, number, speeds
 from ladder.charts.looks import looks
 from ladder.perf.measurements import read_lines
 from ladder.plotting import load_pyplot, plot_style
@@ -26,7 +28,7 @@ HALF = "standard:15 ladder:15"
 def main() -> None:
     pyplot = load_pyplot()
     with plot_style(pyplot, **{"font.size": 10}):
-        for draw in (scratch, adaptation, latency):
+        for draw in (scratch, adaptation, latency, wirings):
             figure = draw(pyplot)
             if figure is not None:
                 figure.savefig(RESULTS / "quality" / f"{draw.__name__}.png", dpi=120)
@@ -129,6 +131,39 @@ def latency(pyplot: Any) -> Any:
         axis.set_xlabel("ms of a decoding step")
         axis.margins(0.3, 0.15)
     axes[0][0].set_ylabel("validation loss")
+    return figure
+
+
+def wirings(pyplot: Any) -> Any:
+    """Of each link, KL after the fit over the predicted speed; ladder by its number of layers."""
+    figure, axes = pyplot.subplots(1, len(LINKS), figsize=(12, 4), layout="constrained", sharey=True)
+    found = [(line, speeds(larger(line["wiring"]))) for line in lines("fitting_wirings_cpu.jsonl")]
+    names = {line["wiring"]: line["wiring"].split()[-1] for line, _ in found}
+    arms = looks(names.values())
+    for number_of_link, (axis, link) in enumerate(zip(axes, LINKS.values(), strict=True)):
+        for name in arms:
+            own = sorted(
+                (number(line), fast[number_of_link], line) for line, fast in found if names[line["wiring"]] == name
+            )
+            if name == "ladder-3-2":  # of another grouping's function: it has no speed
+                continue
+            axis.plot(
+                [x for _, x, _ in own],
+                [line["fitted_kl"] for *_, line in own],
+                "o-",
+                color=arms[name].colour,
+                label=name,
+            )
+            for count, x, line in own:
+                axis.annotate(str(count), (x, line["fitted_kl"]), (4, 4), textcoords="offset points", fontsize=8)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
+        axis.yaxis.set_minor_formatter(lambda kl, _: f"{kl:g}" if f"{kl:.0e}"[0] in "25" else "")
+        axis.set_title(f"an all-reduce takes {link}", loc="left")
+        axis.set_xlabel("times as fast as standard (predicted, 70B)")
+        axis.margins(0.15, 0.1)
+    axes[0].set_ylabel("KL to the original, fitted, nats")
+    axes[0].legend(frameon=False)
     return figure
 
 

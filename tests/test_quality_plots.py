@@ -6,7 +6,9 @@ from experiments import quality_plots
 from ladder.plotting import load_pyplot, plot_style
 
 
-@pytest.mark.parametrize("draw", [quality_plots.scratch, quality_plots.adaptation, quality_plots.latency])
+@pytest.mark.parametrize(
+    "draw", [quality_plots.scratch, quality_plots.adaptation, quality_plots.latency, quality_plots.wirings]
+)
 def test_labels_are_legible(draw: object) -> None:
     """Nothing of what is meant for TeX, which our pictures do not read."""
     assert callable(draw)

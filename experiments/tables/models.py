@@ -4,11 +4,11 @@ from math import log
 from statistics import mean, stdev
 
 from experiments.tables.figures import Table, fixed, markdown, one, times
+from experiments.tables.quality import LINKS
 from ladder.perf.plan import Deployment, plan
 
 SCRATCH, SMALL, QUANTIZED = "scratch_h200", "bench_small_h200", "quality/quantization"
 RUNS = [("standard", 10, 1), ("standard", 10, 2), ("ladder", 10, 1), ("ladder", 10, 2), ("ladder", 13, 1)]
-LINKS = {"nvlink_oneshot": "8 us", "nvlink_nccl": "24 us", "pcie_shm_tp8": "62 us"}
 RUNS += [(wiring, 10, 1) for wiring in ("parallel", "ladder-1-2", "ladder-2", "desync-2x")]
 
 

@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable
 
-from experiments.tables.figures import Line, Table, fixed, lines, markdown, one
+from experiments.tables.figures import Line, Table, fixed, lines, markdown, one, times
+from ladder.perf.plan import Deployment, plan
+from ladder.wiring import Wiring
 
 ADAPTED, TRIALS, OWN = "adaptation_h200", "adaptation_trials_h200", "own_partial"
+WIRINGS = "fitting_wirings_cpu"
+LINKS = {"nvlink_oneshot": "8 us", "nvlink_nccl": "24 us", "pcie_shm_tp8": "62 us"}
 HALF = "standard:15 ladder:15"
 HALF_BY_SCAN = (
     "standard:5 ladder:2 standard:1 ladder:4 standard:1 ladder:2 standard:6 ladder:2 standard:1 ladder:5 standard:1"
@@ -205,6 +209,56 @@ def halves() -> str:
     return markdown(["15 of 30 layers", "KL rewired", "KL fitted"], rows)
 
 
+def larger(wiring: str) -> str:
+    """A pattern of 30 layers, the first of which may be standard, for the same share of Llama-3-70B's 80."""
+    names = Wiring.parse(wiring, 30).layers
+    kept = round(80 * names.count("standard") / 30)
+    return f"standard:{kept} {names[-1]}" if kept else names[-1]
+
+
+def speeds(wiring: str) -> list[float]:
+    """How many times as fast as standard a token of Llama-3-70B is predicted to be, over each link."""
+    found = []
+    for link in LINKS:
+        pair = plan(Deployment("llama-3-70b", "h200", 8, link, 1, 1024, 512, each) for each in ("standard", wiring))
+        found.append(pair[0]["tpot_ms"] / pair[1]["tpot_ms"])
+    return found
+
+
+def fitted_wirings() -> str:
+    """Wirings of the last half, and of all layers but the first three, before and after a fit."""
+    rows = []
+    for name in ("ladder", "parallel", "ladder-1-0", "ladder-2", "parallel-1", "ladder-3-2"):
+        cells = []
+        for kept in (15, 3):
+            found = [line for line in lines(WIRINGS) if line["wiring"] == f"standard:{kept} {name}"]
+            cells += [fixed(line[key], 3) for line in found for key in ("rewired_kl", "fitted_kl")] or ["", ""]
+        # ladder-3-2 stands for the function of another grouping, which has no row of its own: see the page
+        fast = [""] * 3 if name == "ladder-3-2" else [times(x) for x in speeds(larger(f"standard:3 {name}"))]
+        rows.append([f"`{name}`", *cells, *fast])
+    header = ["wiring", "last 15: rewired", "fitted", "last 27: rewired", "fitted"]
+    return markdown([*header, *LINKS.values()], rows)
+
+
+def fitted_layers() -> str:
+    """The number of ladder layers, after a fit, and what it gives in speed."""
+    rows = []
+    for line in sorted(ladders(), key=number):
+        figures = [fixed(line["rewired_kl"], 3), fixed(line["fitted_kl"], 3), fixed(line["fitted_perplexity"], 2)]
+        rows.append([str(number(line)), *figures, *(times(faster) for faster in speeds(larger(line["wiring"])))])
+    return markdown(["last layers", "KL rewired", "KL fitted", "perplexity fitted", *LINKS.values()], rows)
+
+
+def ladders() -> list[Line]:
+    """The lines of ladder in the last layers."""
+    return [line for line in lines(WIRINGS) if set(Wiring.parse(line["wiring"], 30).layers) <= {"standard", "ladder"}]
+
+
+def number(line: Line) -> int:
+    """Of its rewired layers."""
+    return sum(name != "standard" for name in Wiring.parse(line["wiring"], 30).layers)
+
+
 TABLES: dict[str, Table] = {
     "adaptation": adaptation,
     "adapted": adapted,
@@ -216,4 +270,6 @@ TABLES: dict[str, Table] = {
     "fit-tokens": fit_tokens,
     "own-partial": own_partial,
     "halves": halves,
+    "fitted-wirings": fitted_wirings,
+    "fitted-layers": fitted_layers,
 }
