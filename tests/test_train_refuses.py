@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ladder.errors import LadderError
+from ladder.train import run
 from ladder.train import trainer as module
 from ladder.train.options import ScratchOptions, TrainingOptions
 from ladder.train.scratch import train
@@ -91,3 +93,14 @@ def test_without_accelerate(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(LadderError, match="training needs accelerate: pip install"):
         train(ScratchOptions(tmp_path / "out", size="tiny"), training(data), silent)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_original_is_whole_on_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of four ranks on one machine, by hand: --fsdp shards what is trained alone."""
+    found: list[float] = []
+    monkeypatch.setattr(run, "torchrun_rank", lambda: SimpleNamespace(size=4, local_size=4))
+    monkeypatch.setattr(run, "check_host", lambda what, need, ways: found.append(need))
+    for fsdp in (True, False):
+        options = TrainingOptions(data=tmp_path, device="cpu", fsdp=fsdp)
+        run.check_memory("m", 10, 16, options, whole=2)
+    assert found == [4 * 10 * (16 / 4 + 2), 4 * 10 * (16 + 2)]

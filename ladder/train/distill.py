@@ -31,7 +31,7 @@ from ladder.scan.checkpoints import (
     refuse_quantized,
 )
 from ladder.train import folder
-from ladder.train.early import check_adapt, weight_bytes
+from ladder.train.early import check_adapt, original_bytes, weight_bytes
 from ladder.train.loss import LossWeights
 from ladder.train.options import LM_WEIGHT, AdaptOptions, TrainingOptions
 from ladder.train.run import (
@@ -156,8 +156,8 @@ def _checked(options: AdaptOptions, training: TrainingOptions) -> tuple[Wiring, 
         instead = "train an adapter beside them (--method lora), or adapt the model that they were made from and "
         refuse_quantized(str(options.init_from or options.model), config, instead + "quantize what comes out")
     tokenizer = read_tokenizer(options.model, config, training.data, training.valid)
-    each = weight_bytes(options, quantizer_of(config) is not None)
-    check_memory(options.model, weight_count(AutoModelForCausalLM, config), each, training)
+    each, whole = weight_bytes(options, quantizer_of(config) is not None), original_bytes(options, training.precision)
+    check_memory(options.model, weight_count(AutoModelForCausalLM, config), each, training, whole=whole)
     return wiring, tokenizer, quantizer_of(config)
 
 

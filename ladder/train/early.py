@@ -32,7 +32,7 @@ def adapt_early(options: AdaptOptions, training: TrainingOptions) -> None:
         training = training.within(config.context)
         check_adapt(options, training, found[0], config.hidden, config.vocab)
         if options.method == "full":
-            check_early_memory(options.model, config, weight_bytes(options), training)
+            check_early_memory(options.model, config, weight_bytes(options), training, whole=original_bytes(options))
 
 
 def train_early(options: ScratchOptions, training: TrainingOptions, named: frozenset[str]) -> None:
@@ -102,9 +102,13 @@ def _check_on_policy(options: AdaptOptions, training: TrainingOptions) -> None:
 
 
 def weight_bytes(options: AdaptOptions, quantized: bool = False) -> float:
-    """Of each weight of a model that is adapted, and of its original where that is in memory."""
-    own = TRAINED_BYTES if options.method == "full" else 0 if quantized else 4
-    return own + 4 * options.keeps_original
+    """Of each weight of a model that is adapted."""
+    return TRAINED_BYTES if options.method == "full" else 0 if quantized else 4
+
+
+def original_bytes(options: AdaptOptions, precision: str = "float32") -> float:
+    """Of each weight of its original where that is in memory, whole on every rank."""
+    return (2 if precision == "bfloat16" else 4) * options.keeps_original
 
 
 def training_text(what: str, count: int, each: float) -> str:
@@ -113,14 +117,15 @@ def training_text(what: str, count: int, each: float) -> str:
 
 
 def check_early_memory(
-    what: str, config: ModelConfig, each: float, training: TrainingOptions, sharers: int = 1
+    what: str, config: ModelConfig, each: float, training: TrainingOptions, sharers: int = 1, whole: float = 0.0
 ) -> None:
     """Refuse a training that this machine's CPUs cannot hold: `each` bytes for each weight on every rank, or on
-    `sharers` together, and with FSDP on all together. GPUs are asked later, and once more the CPUs.
+    `sharers` together, and with FSDP on all together; `whole` bytes more on every rank in any case. GPUs are asked
+    later, and once more the CPUs.
     """
     if not surely_cpu(training.device):
         return
     own, count = torchrun_rank(), RankCosts(config, 1, element_bytes=1).weight_bytes
     ranks, here = (1, 1) if own is None else (own.size, own.local_size)
-    need = count * each / (ranks if training.fsdp else sharers)
-    check_host(training_text(what, count, each), need * here, SMALLER)
+    need = count * (each / (ranks if training.fsdp else sharers) + whole)
+    check_host(training_text(what, count, each + whole), need * here, SMALLER)

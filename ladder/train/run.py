@@ -139,14 +139,17 @@ def _trained(
     return last
 
 
-def check_memory(what: str, count: int, each: float, options: TrainingOptions, sharers: int = 1) -> None:
+def check_memory(
+    what: str, count: int, each: float, options: TrainingOptions, sharers: int = 1, whole: float = 0.0
+) -> None:
     """Refuse a training that needs more memory than there is: `each` bytes for each of `count` weights on every rank,
-    or on `sharers` together, and with FSDP on all together. What layers keep for their gradients comes on top.
+    or on `sharers` together, and with FSDP on all together; `whole` bytes more on every rank in any case. What layers
+    keep for their gradients comes on top.
     """
     own = torchrun_rank()
     ranks, here = (1, 1) if own is None else (own.size, own.local_size)
-    need = count * each / (ranks if options.fsdp else sharers)
-    what = training_text(what, count, each)
+    need = count * (each / (ranks if options.fsdp else sharers) + whole)
+    what = training_text(what, count, each + whole)
     if options.device_type == "cpu":
         check_host(what, need * here, SMALLER)
     elif need > (room := USABLE * torch.cuda.mem_get_info()[0]):
