@@ -46,7 +46,7 @@ def draw(lines: list[dict[str, Any]]) -> str:
         y += 12
     notes = (
         "Links are emulated: an all-reduce takes as long as it does on such a machine, and no other GPU takes part.",
-        "What parallel-1 costs in quality has not been measured.",
+        "What parallel-1 costs in quality after training has not been measured.",
     )
     for note in notes:
         y += 20

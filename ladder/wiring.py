@@ -173,6 +173,8 @@ class Wiring:
     def _from_runs(cls, items: Sequence[str], text: str, layers: int) -> "Wiring":
         runs: list[tuple[str, int | None]] = []  # None: the layers that the others leave
         for item in items:
+            if "@" in item:
+                raise LadderError(f"wiring {text!r}: {item!r} cannot stand beside NAME:COUNT: write all one way")
             name, colon, count = item.partition(":")
             if colon and not re.fullmatch(r"[1-9][0-9]{0,5}", count):
                 raise LadderError(f"wiring {text!r}: {item!r} is not NAME:COUNT, as in 'standard:16 ladder:16'")

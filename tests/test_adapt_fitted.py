@@ -200,6 +200,52 @@ def test_it_fails_in_one_sentence(model: Path, data: Path, tmp_path: Path, monke
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_that_has_begun_outlives_a_fit_that_fails(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has removed its fitted weights, which are made once more."""
+    out, run = tmp_path / "out", adapting(data, 8)
+    with pytest.raises(Stop):
+        adapt(fitting(model, out), run, behind_the_fit(6))
+    shutil.rmtree(out / "fitted")
+
+    def fails(options: FitOptions, progress: Any) -> None:
+        raise LadderError("the disk is full")
+
+    with monkeypatch.context() as patched, pytest.raises(LadderError, match=r"^the disk is full$"):
+        patched.setattr(module, "fit", fails)
+        adapt(fitting(model, out), run, silent)
+    adapt(fitting(model, out), run, silent)
+    assert (out / "model.safetensors").exists()
+
+
+def test_no_room_for_a_rising_staleness(model: Path, data: Path, tmp_path: Path) -> None:
+    """Where the weights cannot be fitted, staleness rises: the user hears why there is one."""
+    asked = AdaptOptions(str(model), tmp_path / "out", "standard", on_policy=0.6)
+    with pytest.raises(
+        LadderError, match=r"cannot be fitted first \(the wiring is standard.*\), and then --on-policy 0.6"
+    ):
+        module.decided(asked, adapting(data), AutoConfig.from_pretrained(model))
+
+
+def test_the_memory_of_a_fit(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has room for float32, for the checkpoint's own dtype, or is refused before a weight is read."""
+    config = AutoConfig.from_pretrained(model)
+    config.dtype = torch.bfloat16
+    options, run = fitting(model, tmp_path / "out"), adapting(data)
+    count = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(model).parameters())
+    numbers = 2 * count + 10 * FIT * config.hidden_size
+    monkeypatch.setattr(module, "read_original", lambda *_: (config, None, SEQ_LEN))
+    monkeypatch.setattr(type(run), "device_type", "cuda")
+    for room, wanted in ((4.0, "float32"), (3.9, "auto"), (2.0, "auto"), (1.9, None)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda room=room: (room * numbers / module.USABLE + 1, 0))
+        if wanted is None:
+            with pytest.raises(LadderError, match=r"on one GPU, which has .* give fewer --fit-tokens, or 0"):
+                module._dtype(options, run)
+        else:
+            assert module._dtype(options, run) == wanted
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, ranks want one each")
 def test_two_ranks(model: Path, data: Path, fitted: Path, tmp_path: Path) -> None:
     """One fits, both begin there; and both end, with nothing left, where it fails."""

@@ -71,6 +71,7 @@ AT_ONCE = {
     "eval TOKENS --text TEXT": NO_CONFIG,
     "eval MODEL --text nothing": "no such file: nothing",
     "eval MODEL --text TEXT --tokens 0": "tokens must be at least 1",
+    "eval MODEL --text TEXT --new-tokens 8": "--new-tokens is for --continuations",
     "eval MODEL --text TEXT --wiring ladder:9": DEEP,
     "eval MODEL --text TEXT --window 5000": "window is 5000 tokens: it must be from 1 to the model's context, 512",
     "eval MODEL --text TEXT --continuations 2": "give --text and --source, and no other --engine",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,19 @@ def test_what_is_sampled(model: Path) -> None:
         student.train()
     assert torch.equal(found, wanted) and student.training
     assert all(weight.grad is None and weight.requires_grad for weight in student.parameters())
+
+
+def test_a_model_without_a_cache_reads_all_of_its_text(model: Path) -> None:
+    student = rewire(AutoModelForCausalLM.from_pretrained(model), "ladder").eval()
+
+    def uncached(input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(logits=student(input_ids=input_ids, use_cache=False).logits)
+
+    uncached.training, uncached.eval, uncached.train = False, lambda: None, lambda _: None  # type: ignore[attr-defined]
+    drawn = [
+        stage().sampled(each, prompts(), stage().generator(7, 0, torch.device("cpu"))) for each in (student, uncached)
+    ]
+    assert torch.equal(*drawn)
 
 
 def test_compiled_layers_are_not_compiled_for_every_length(model: Path) -> None:

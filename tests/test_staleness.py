@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ladder.train.options import STALENESS_WAYS
-from ladder.train.trainer import StalenessSchedule
+from ladder.train.stages.staleness import StalenessSchedule
 
 STEPS, COUNT, WIRED = 40, 9, (2, 3, 5, 6, 7, 8)
 

@@ -104,3 +104,11 @@ def test_the_original_is_whole_on_every_rank(monkeypatch: pytest.MonkeyPatch, tm
         options = TrainingOptions(data=tmp_path, device="cpu", fsdp=fsdp)
         run.check_memory("m", 10, 16, options, whole=2)
     assert found == [4 * 10 * (16 / 4 + 2), 4 * 10 * (16 + 2)]
+
+
+def test_a_process_takes_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of four that it sees: transformers would spread a batch over all, and count one share of its tokens."""
+    args = module.arguments(TrainingOptions(data=tmp_path, device="cpu"), tmp_path)
+    _ = args.device
+    monkeypatch.setattr(args, "_n_gpu", 4)
+    assert args.n_gpu == 1 and args.train_batch_size == args.per_device_train_batch_size

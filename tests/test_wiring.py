@@ -89,7 +89,7 @@ REFUSED = {  # for six layers: the text, and what the message names
     "standard:6 ladder": "no layer of the model's 6 to 'ladder'",
     "standard:7 ladder": "more than the model's 6",
     "standard:1 ladder parallel": "'parallel' needs a count",
-    "standard:3 ladder@3-5": "'ladder@3-5'",
+    "standard:3 ladder@3-5": "'ladder@3-5' cannot stand beside NAME:COUNT",
     "standard ladder": "'ladder'",
     "ladder@6": "'6'",
     "ladder@4-6": "'4-6'",

@@ -13,6 +13,7 @@ from rich.console import Console
 from ladder.cli.verbs import bytes_bar, steps_bar, verb
 from ladder.config import DTYPES
 from ladder.config.early import (
+    CONTINUED,
     check_continuations,
     check_continued,
     check_model_named,
@@ -102,6 +103,9 @@ def quantize(options: QuantizeOptions, calibration: CalibrationOptions) -> None:
         )
 
 
+OF_CONTINUATIONS = ("prompt_tokens", "new_tokens", "seed")
+
+
 @dataclass(frozen=True)
 class EvalOptions:
     """Models to compare, and measures to compare them by."""
@@ -119,9 +123,9 @@ class EvalOptions:
     continuations: int | None = option(
         None, "Continue so many prompts from the text, and compare what is written with what --source writes."
     )
-    prompt_tokens: int = option(64, "Tokens of each prompt, with --continuations.")
-    new_tokens: int = option(64, "Tokens of each continuation.")
-    seed: int = option(0, "Makes sampled continuations repeatable.")
+    prompt_tokens: int | None = option(None, f"Tokens of each prompt of --continuations; default: {CONTINUED}.")
+    new_tokens: int | None = option(None, f"Tokens of each of --continuations; default: {CONTINUED}.")
+    seed: int | None = option(None, "Seed of sampled --continuations; default: 0.")
     batch: int = option(8, "Sequences at a time.")
     tokens: int | None = option(None, "Only this many tokens of the text, from its start.")
     window: int | None = option(None, "Tokens of text at a time; default: the model's context, at most 1024.")
@@ -142,6 +146,9 @@ class EvalOptions:
         check_least(self, tp=1)
         if self.engine != "vllm" and self.tp > 1:
             raise LadderError(f"--tp {self.tp} is for --engine vllm: transformers computes in one process")
+        lone = [name for name in OF_CONTINUATIONS if getattr(self, name) is not None]
+        if lone and self.continuations is None:
+            raise LadderError(f"--{lone[0].replace('_', '-')} is for --continuations: say how many")
 
 
 @verb(EvalOptions, name="eval")
@@ -156,6 +163,7 @@ def evaluate(options: EvalOptions) -> None:
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     for name in ("model", "wiring", "backbone", "json", "engine", "tp"):
         del given[name]
+    given = {name: value for name, value in given.items() if value is not None or name not in OF_CONTINUATIONS}
     if options.engine == "vllm":
         from ladder.vllm.evaluate import on_vllm
 
@@ -198,7 +206,7 @@ def _check(options: EvalOptions) -> None:
         context = getattr(early_config(model), "context", None)
         check_window(options.window, context)
         if options.continuations is not None:
-            check_continued(options.prompt_tokens, options.new_tokens, context)
+            check_continued(options.prompt_tokens or CONTINUED, options.new_tokens or CONTINUED, context)
     for pattern, model in product(options.wiring, options.model):
         check_pattern(pattern, model)
 

@@ -80,6 +80,9 @@ def check_window(window: int | None, context: int | None) -> None:
         raise LadderError(f"window is {window} tokens: it must be from 1 to the model's context, {context or 'any'}")
 
 
+CONTINUED = 64  # tokens of a prompt, and of its continuation, if nothing else is said
+
+
 def check_continuations(count: int | None, on_text: bool, with_source: bool, here: bool) -> None:
     """Refuse to compare what models write without a text that has prompts and a source, or in another engine."""
     if count is not None and not (on_text and with_source and here):

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ladder.config import DTYPES
-from ladder.config.early import check_continuations, check_continued
+from ladder.config.early import CONTINUED, check_continuations, check_continued
 from ladder.config.lock import wiring_of
 from ladder.devices import device as find_device
 from ladder.errors import LadderError
@@ -84,8 +84,8 @@ def evaluate(
     window: int | None = None,
     tokens: int | None = None,
     continuations: int | None = None,
-    prompt_tokens: int = 64,
-    new_tokens: int = 64,
+    prompt_tokens: int = CONTINUED,
+    new_tokens: int = CONTINUED,
     seed: int = 0,
     limit: int | None = None,
     shots: int | None = 0,

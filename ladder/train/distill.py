@@ -45,8 +45,8 @@ from ladder.train.run import (
 from ladder.train.side import SideConfig, SideModel
 from ladder.train.stages.fitted import decided, fit_first, fitted_weights
 from ladder.train.stages.on_policy import OnPolicy
+from ladder.train.stages.staleness import StalenessSchedule
 from ladder.train.teacher import CacheBuilder, CachedTeacher, OnlineTeacher, RankGroup, Teacher
-from ladder.train.trainer import StalenessSchedule
 from ladder.wiring import Wiring
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ladder.train.loss import IGNORED, LossWeights
 from ladder.train.options import WHOLE, AdaptOptions, ExamplesOptions, TrainingOptions
 from ladder.train.recipes import INPUTS
 from ladder.train.run import TrainingTask, compile_layers, run_training, save_trained
-from ladder.train.trainer import StalenessSchedule
+from ladder.train.stages.staleness import StalenessSchedule
 from ladder.wiring import ROWS, Wiring
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ class LossWeights:
     kl: float
     lm: float
     hidden: float = 0.0
-    reverse: float = 0.0  # share of the reverse KL, of whole logits alone
+    reverse: float = 0.0  # share of the reverse KL, which `TopTokens` do not say
     targets_only: bool = False  # the KL of positions that have a target, not of all
 
 
@@ -207,6 +207,7 @@ def _kl(log_probs: Tensor, probs: Tensor, teacher: Tensor | TopTokens, reverse: 
             kl = kl + (1 - reverse) * kl_terms(wanted, log_probs).sum(-1)
             slope = slope + (1 - reverse) * (probs - wanted.exp())
         return kl, slope
+    assert not reverse, "the likeliest tokens do not say what the reverse KL asks for"
     wanted, own = teacher.log_probs.to(log_probs.dtype), log_probs.gather(-1, teacher.ids)
     wanted_rest, own_rest = _rest(wanted.exp()), _rest(own.exp())
     kl = kl_terms(wanted, own).sum(-1) + wanted_rest * (wanted_rest.log() - own_rest.log())

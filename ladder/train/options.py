@@ -179,8 +179,8 @@ class AdaptOptions:
     )
     fit_tokens: int = option(
         FIT_TOKENS,
-        "Without --init-from: fit the weights by least squares on so many tokens first, as `ladder fit` does, into "
-        "OUT/fitted; 0: do not. Not with side, --staleness or --ranks.",
+        "Without --init-from: fit the weights by least squares on so many tokens first, into OUT/fitted; 0: do not. "
+        "Not with side, --staleness or --ranks. Wide models gain by more, see the default of `ladder fit`.",
     )
     staleness: float | None = option(
         None,
@@ -203,7 +203,9 @@ class AdaptOptions:
         "the file ten times.",
     )
     on_policy: float = option(
-        0.0, "Share of the steps, the last ones, in which the model learns on text that it samples itself."
+        0.0,
+        "Share of the steps, the last ones, in which the model learns on text that it samples itself, by its distance "
+        "from the original alone.",
     )
     on_policy_prompt: int | None = option(
         None, f"Tokens of each sequence that these steps keep of the text; default: {PROMPT}."

@@ -24,8 +24,9 @@ from ladder.train.early import SMALLER, training_text
 from ladder.train.loss import LossWeights
 from ladder.train.options import TrainingOptions
 from ladder.train.stages.on_policy import OnPolicy
+from ladder.train.stages.staleness import StalenessSchedule
 from ladder.train.teacher import Teacher
-from ladder.train.trainer import LadderTrainer, StalenessSchedule, arguments
+from ladder.train.trainer import LadderTrainer, arguments
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class OnlineTeacher:
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
-        self._head = Head(model)
+        self._head = Head(model, tells=False)  # its student does
 
     def outputs(self, inputs: dict[str, Tensor], streams: bool = False) -> tuple[Tensor | Logits, tuple[Tensor, ...]]:
         tokens = inputs["input_ids"]

@@ -1,11 +1,10 @@
 """transformers' Trainer with distillation, rising staleness, and atomic checkpoints."""
 
 import math
-import random
 import shutil
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,50 +27,23 @@ from ladder.train.loss import LossWeights, distillation_loss, hidden_distance, l
 from ladder.train.muon import muon
 from ladder.train.options import TrainingOptions
 from ladder.train.stages.on_policy import OnPolicy
+from ladder.train.stages.staleness import StalenessSchedule
 from ladder.train.teacher import Teacher
 
 FINAL_LR = 0.1  # of the learning rate's peak
-RAMP = 4  # layers whose staleness rises at the same time, where one follows the other
-
-
-@dataclass(frozen=True)
-class StalenessSchedule:
-    """From what a model's layers were, staleness 0, to their wiring, 1, in so many steps: all layers together; one
-    after the other, from the first or from the last; or each by chance 0 or 1, with a probability that rises.
-    """
-
-    steps: int
-    way: str
-    layers: tuple[int, ...]  # those with another wiring than standard
-    count: int  # of all layers
-    seed: int
-
-    def share(self, step: int) -> float:
-        """How far the schedule is at a step, from 0 to 1."""
-        return min(1.0, step / self.steps)
-
-    def at(self, step: int) -> float | list[float]:
-        """Of all layers, or of each, at a step: the same on every rank, and again after a resumption."""
-        share = self.share(step)
-        if self.way == "together" or share == 1:
-            return share
-        values, draw = [1.0] * self.count, random.Random(f"{self.seed} {step}")
-        for position, index in enumerate(self.layers if self.way == "first" else self.layers[::-1]):
-            if self.way == "chance":
-                values[index] = float(draw.random() < share)
-            else:
-                ramp = share * (1 + (len(self.layers) - 1) / RAMP) - position / RAMP
-                values[index] = min(1.0, max(0.0, ramp))
-        return values
 
 
 class Arguments(TrainingArguments):  # type: ignore[misc]
-    """On CPUs accelerate names the device of several ranks `cpu:0`, from where nothing can be loaded."""
+    """One device for a process. On CPUs accelerate names that of several ranks `cpu:0`, from where nothing loads."""
 
     @property
     def device(self) -> torch.device:
         found: torch.device = super().device
         return torch.device("cpu") if found.type == "cpu" else found
+
+    @property
+    def n_gpu(self) -> int:
+        return min(1, int(super().n_gpu))  # or transformers takes DataParallel: torchrun has a process for each
 
 
 def arguments(options: TrainingOptions, folder: Path) -> TrainingArguments:
@@ -143,7 +115,7 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = False  # sequences are of one length: a mean of means is the mean
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self._head = Head(model)
+        self._head = Head(model, tells=args.process_index == 0)
         self._loss_chunk = torch.compile(loss_chunk, dynamic=False) if options.compiled else loss_chunk
         self._schedule = staleness
         file, beside = Path(args.output_dir).parent / "log.jsonl", None if teacher is None else teacher.model

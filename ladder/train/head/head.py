@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ladder.errors import LadderError
 from ladder.hf.wire import unwrapped
 from ladder.train.head.logits import Logits
 
@@ -28,8 +29,9 @@ Use = Callable[[Tensor | Logits], Tensor]  # what becomes of [tokens, vocabulary
 class Head:
     """Of a causal model, whatever is around it."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = unwrapped(model)
+    def __init__(self, model: Any, tells: bool = True) -> None:
+        """`tells`: whether it says so where the logits are whole."""
+        self._model, self._tells = unwrapped(model), tells
         self._fused: bool | None = None  # None: not known yet
 
     def apply(self, run: Run, tokens: Tensor, use: Use) -> tuple[Any, Tensor]:
@@ -37,7 +39,7 @@ class Head:
         if self._fused is None:
             reason = self._reason(run, tokens[:1, :2])
             self._fused = reason is None
-            if reason:
+            if reason and self._tells:
                 name = type(self._model).__name__
                 logger.warning("the logits of %s are computed whole, which takes more memory: %s", name, reason)
         if not self._fused:
@@ -51,7 +53,9 @@ class Head:
 
         with self._replaced(keep):
             outputs = run(tokens)
-        assert len(made) == 1 and outputs.logits is made[0], "the model does in training what it does not in evaluation"
+        if len(made) != 1 or outputs.logits is not made[0]:
+            name = type(self._model).__name__
+            raise LadderError(f"{name} does not return what its head returns in training, though in evaluation it does")
         return outputs, made[0]
 
     def logits(self, run: Run, tokens: Tensor) -> tuple[Any, Tensor | Logits]:

@@ -18,17 +18,18 @@ from ladder.data.shards import Shards
 from ladder.errors import LadderError
 from ladder.files import write_text
 from ladder.hf.load import quantizer_of, weight_count
-from ladder.perf.memory import USABLE
+from ladder.perf.memory import USABLE, size_text
 from ladder.progress import Progress
 from ladder.scan.checkpoints import read_original
 from ladder.scan.fit import fit, parted
 from ladder.scan.options import FitOptions
 from ladder.scan.solve import FitFailed
-from ladder.train.folder import FITTED, RUN
+from ladder.train.folder import CHECKPOINTS, FITTED, RUN
 from ladder.train.options import STALENESS_WAYS, AdaptOptions, TrainingOptions
 
 logger = logging.getLogger(__name__)
 FAILED = "fitted.failed"  # why it failed, for the other ranks
+STREAMS = 10  # of all tokens, that `solve` keeps
 _EVERY = 0.5  # seconds between two looks of a rank that waits
 
 
@@ -39,7 +40,12 @@ def decided(options: AdaptOptions, training: TrainingOptions, config: Any) -> tu
     if not options.fit_tokens or options.init_from is not None:
         return options, None
     reason = _chosen(options) or _impossible(options, training, config)
-    return (options, None) if reason is None else (replace(options, fit_tokens=0), reason)
+    if reason is None:
+        return options, None
+    try:
+        return replace(options, fit_tokens=0), reason
+    except LadderError as error:  # staleness rises then, for which other options may leave no room
+        raise LadderError(f"the weights cannot be fitted first ({reason}), and then {error}") from None
 
 
 def _chosen(options: AdaptOptions) -> str | None:
@@ -87,9 +93,10 @@ def fit_first(options: AdaptOptions, training: TrainingOptions, args: Any, progr
             write_text(failed, " ".join(str(error).split()))
             args.distributed_state.wait_for_everyone()
             failed.unlink()
-            with suppress(OSError):  # nothing stays of a run that has not begun
-                (out / RUN).unlink()
-                out.rmdir()
+            if not (out / CHECKPOINTS).exists():  # nothing stays of a run that has not begun
+                with suppress(OSError):
+                    (out / RUN).unlink()
+                    out.rmdir()
             raise
     if failed.exists():
         told = failed.read_text(encoding="utf-8")
@@ -116,14 +123,26 @@ def _fit(options: AdaptOptions, training: TrainingOptions, progress: Progress) -
 
 
 def _dtype(options: AdaptOptions, training: TrainingOptions) -> str:
-    """float32, or the checkpoint's where a GPU cannot hold two copies of that."""
+    """float32, or the checkpoint's where a GPU cannot hold that."""
     if training.device_type != "cuda":
         return "float32"
     config, *_ = read_original(options.model, options.wiring, training.seq_len)
-    if 2 * 4 * weight_count(AutoModelForCausalLM, config) <= USABLE * torch.cuda.mem_get_info()[0]:
+    room, own = USABLE * torch.cuda.mem_get_info()[0], (config.dtype or torch.float32).itemsize
+    numbers = fit_numbers(weight_count(AutoModelForCausalLM, config), options.fit_tokens, config.hidden_size)
+    if 4 * numbers <= room:
         return "float32"
-    logger.warning("%s is fitted in its own dtype: two copies in float32 do not fit on a GPU", options.model)
+    if own * numbers > room:
+        raise LadderError(
+            f"fitting {options.model} on {options.fit_tokens} tokens needs {size_text(own * numbers)} on one GPU, "
+            f"which has {size_text(room)} to use: give fewer --fit-tokens, or 0 to train without"
+        )
+    logger.warning("%s is fitted in its own dtype: float32 does not fit on a GPU", options.model)
     return "auto"
+
+
+def fit_numbers(weights: int, tokens: int, hidden: int) -> int:
+    """How many numbers a fit keeps: two copies of the weights, and about ten streams of all tokens."""
+    return 2 * weights + STREAMS * tokens * hidden
 
 
 def fitted_weights(options: AdaptOptions) -> Path | None:

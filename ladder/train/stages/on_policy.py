@@ -1,12 +1,12 @@
-"""The last stage of `ladder adapt`: steps on text that the model samples itself, and that its original judges.
+"""The last stage of `ladder adapt`: steps on text that the model samples itself, compared with its original.
 
 Of each sequence the first tokens are kept, and the model under its wiring samples the others, at temperature 1. The
 loss of a position whose next token was sampled, with s the model's and t the original's distribution of that token, is
 
     kl_weight * (reverse_kl * KL(s || t)  +  (1 - reverse_kl) * KL(t || s))
 
-a mean over these positions. Its gradient is that of the distributions; that the text itself depends on the weights is
-left out, as in GKD (arXiv 2306.13649).
+a mean over these positions; other terms of the loss do not count in these steps. Its gradient is that of the
+distributions; that the text itself depends on the weights is left out, as in GKD (arXiv 2306.13649).
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class OnPolicy:
     @classmethod
     def of(cls, options: AdaptOptions, training: TrainingOptions, rising: int) -> "OnPolicy":
         """By the options of a run, in whose first `rising` steps staleness rises."""
-        count = max(1, int(options.on_policy * training.steps))
+        count = max(1, round(options.on_policy * training.steps))
         reverse = REVERSE_KL if options.reverse_kl is None else options.reverse_kl
         weights = LossWeights(options.kl_weight, 0.0, reverse=reverse, targets_only=True)
         first = max(rising, training.steps - count)
@@ -60,14 +60,15 @@ class OnPolicy:
         """[batch, tokens] with everything behind the prompts sampled. The end of a text is a token as any other: what
         follows it is another text, as in the data.
         """
-        kept, cache, found = tokens[:, : self.prompt], None, [tokens[:, : self.prompt]]
+        found, cache = tokens[:, : self.prompt], None
         with _evaluated(model):
-            for _ in range(self.prompt, tokens.shape[1]):
-                output = model(input_ids=kept, past_key_values=cache, use_cache=True)
+            while found.shape[1] < tokens.shape[1]:
+                given = found if cache is None else found[:, -1:]  # all of it, where the model has no cache
+                output = model(input_ids=given, past_key_values=cache, use_cache=True)
+                cache = getattr(output, "past_key_values", None)
                 probs = output.logits[:, -1].float().softmax(-1)
-                kept, cache = torch.multinomial(probs, 1, generator=generator), output.past_key_values
-                found.append(kept)
-        return torch.cat(found, 1)
+                found = torch.cat([found, torch.multinomial(probs, 1, generator=generator)], 1)
+        return found
 
 
 @contextmanager
