@@ -39,7 +39,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "bench": ("--size", "tiny", "--prompt", "8", "--new", "2", "--repetitions", "2", "--device", "cpu"),
     "chat": ("--max-new-tokens", "2"),
     "demo": ("--seconds", "1", "--device", "cpu"),
-    "eval": ("--limit", "2", "--window", "64", "--prompt-tokens", "8", "--new-tokens", "4"),
+    "eval": ("--limit", "2", "--window", "64"),
     "explore": (
         *("--size", "llama-3-8b", "--chip", "h200", "--tp", "8", "--link", "nvlink_nccl"),
         *("--batch", "1", "--prompt", "1024", "--weights", "bf16"),
@@ -107,6 +107,8 @@ def small(words: list[str]) -> list[str]:
     if (verb == "quantize" and "--calibrate" not in words) or (verb == "explore" and "--out" not in words):
         return found
     found += SMALL.get(verb, ())
+    if "--continuations" in words:
+        found += ("--prompt-tokens", "8", "--new-tokens", "4")
     if verb == "bench" and "paper" in words:
         found += PAPER if "--tp" in words else (*PAPER, "--tp", "2")
     return found
@@ -128,7 +130,7 @@ def stand_ins(folder: Path) -> Path:
     """Everything that commands read, by the names that the pages use."""
     example("tiny_checkpoint", folder / "DIR")
     convert(str(folder / "DIR"), folder / "OUT", "ladder")
-    for copy in ("FITTED", "my-ladder-model"):
+    for copy in ("FITTED", "ADAPTED", "my-ladder-model"):
         shutil.copytree(folder / "OUT", folder / copy)
     quantize(QuantizeOptions(folder / "OUT", folder / "QUANTIZED", format="int8"))
     (folder / "h100.jsonl").touch()  # a table of tuned kernels, with none in it
