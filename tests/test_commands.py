@@ -148,7 +148,7 @@ def test_images(run: Run, here: Path) -> None:
     (here / "VIT").rename("DIR")
     page = ROOT / "docs" / "families.md"
     space: dict[str, object] = {"__name__": "page", "pixels": torch.zeros(12, 1, 12, 12)}
-    for found in ("OUT", "FITTED"):
+    for found in ("OUT", "FITTED", "ADAPTED"):
         remove(here / found)
     for block in blocks("python", [page]):
         exec(compile(block.text, str(block), "exec"), space)
