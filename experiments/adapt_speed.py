@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -80,6 +81,7 @@ class Setting:
     gpu_chunk: int = logits.GPU_CHUNK
     optimizer: str = "adamw"
     recompute: bool = False
+    attention: str = "as it is"  # what torch chooses, or cudnn, before all else
 
 
 def settings(shape: Shape) -> list[Setting]:
@@ -87,6 +89,7 @@ def settings(shape: Shape) -> list[Setting]:
     *_, middle, largest = shape.sizes
     base = Setting("base", middle)
     found = [Setting(f"size-{size}", size) for size in reversed(shape.sizes)]
+    found += [replace(base, name="cudnn", attention="cudnn")]
     found += [replace(base, name="whole", fused=False), replace(base, name="none", teacher="none")]
     found += [replace(base, name="top", teacher="top"), replace(base, name="muon", optimizer="muon")]
     found += [replace(base, name=f"chunk-{count}", gpu_chunk=count) for count in (1, 2, 8)]
@@ -150,6 +153,9 @@ def run(shape: Shape, setting: Setting, work: Path, seconds: float, profiler: An
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(logits, "GPU_CHUNK", setting.gpu_chunk))
+        if setting.attention == "cudnn":
+            others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+            stack.enter_context(sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True))
         if not setting.fused:
             stack.enter_context(patch.object(Head, "_reason", lambda head, run, tokens: "it is to be measured"))
         with suppress(Ended):
@@ -253,6 +259,7 @@ def profiled(shape: Shape, setting: Setting, work: Path) -> Iterator[dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", nargs="+", default=["135m", "1b"], choices=SHAPES)
+    parser.add_argument("--seq-len", type=int, help="instead of the shape's own context")
     parser.add_argument("--only", nargs="+", help="names of settings, as in size-32, whole, profile")
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--limit", type=float, default=420.0)
@@ -260,6 +267,9 @@ def main() -> None:
     began, device = time.perf_counter(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in given.shape:
         shape, speeds = SHAPES[name], dict[Setting, float]()
+        if given.seq_len:  # sequences as many times as many as they are shorter
+            more = max(1, shape.seq_len // given.seq_len)
+            shape = replace(shape, seq_len=given.seq_len, sizes=tuple(more * size for size in shape.sizes))
         until = began + given.limit * (given.shape.index(name) + 1) / len(given.shape)
         with tempfile.TemporaryDirectory() as folder:
             prepared(shape, Path(folder))

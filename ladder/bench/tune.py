@@ -3,21 +3,25 @@ starts while another ends.
 """
 
 import json
+import multiprocessing
+import os
 import statistics
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ladder.bench.early import check_tuning
 from ladder.bench.machine import milliseconds
 from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import CONTEXT
 from ladder.comm.base import Solo
-from ladder.comm.link import LINKS
+from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import OneRank
 from ladder.devices import device as find_device
 from ladder.engine.forward import Schedule
@@ -26,11 +30,38 @@ from ladder.files import write_text
 from ladder.jit import PRESENT
 from ladder.kernels.launch import Kernels
 from ladder.kernels.table import Config, Shape, Table, candidates
+from ladder.layers.cache import KVCache
+from ladder.model import Decoder
 
 LAYERS = 12  # enough that no cache holds their weights
 LINK = "nvlink_oneshot"  # whose all-reduces set flags while kernels are tuned for two lanes
 TOLERANCE = 0.02  # between the logits of two configurations, relative: bfloat16 through LAYERS layers
 GAIN = 0.998  # of the best time: what a change must bring to be kept
+COMPILERS = 16  # processes at most
+PROCESS = 1 << 30  # bytes of a GPU's memory that one takes, beside its model
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step, as its kernels are compiled for it."""
+
+    case: Case
+    wiring: str
+    link: Link | None
+    lanes: int
+
+    def model(self, layers: int, device: torch.device) -> Decoder:
+        """With so many of the layers."""
+        tp = self.case.tp
+        model = random_model(replace(self.case, layers=layers), OneRank(tp) if tp > 1 else Solo(), device)
+        configure(model, self.wiring, self.link)
+        return model
+
+    def captured(self, model: Decoder, cache: KVCache, table: Table) -> Callable[[], Tensor]:
+        """A call replays it, and gives its logits."""
+        kernels = Kernels.on(model.embed_tokens.weight.device)
+        kernels.table = table
+        return FusedModel(model, cache, kernels, Schedule(self.lanes)).decode_step(self.case.batch, CONTEXT)
 
 
 class RecordingTable(Table):
@@ -60,36 +91,39 @@ def tune(
 
     Before them a line per batch with the milliseconds of LAYERS layers before and after.
     """
-    case = Case(size, tp, layers=LAYERS, weights=weights, shared_norm=shared_norm)
-    model = random_model(case, OneRank(tp) if tp > 1 else Solo(), device)
     wiring = ("parallel" if lanes == 1 else "parallel-1") if shared_norm else ("none" if lanes == 1 else "ladder")
     links = (None, LINKS[LINK]) if lanes > 1 and tp > 1 else (None,)
+    chip, model = torch.cuda.get_device_name(device), None
     for batch, link in product(batches, links):
+        step = Step(Case(size, tp, batch, weights=weights, shared_norm=shared_norm), wiring, link, lanes)
+        if model is None:
+            model = step.model(LAYERS, device)
         configure(model, wiring, link)
         cache = model.new_cache(batch + 1, CONTEXT + 64)
-        chip = torch.cuda.get_device_name(device)
         table = RecordingTable(chip, Table.of(chip).rows)
 
-        def timed(batch: int = batch, cache: Any = cache, table: Table = table) -> tuple[float, Any]:
+        def timed(
+            step: Step = step, model: Decoder = model, cache: KVCache = cache, table: Table = table
+        ) -> tuple[float, Any]:
             """Milliseconds of a step with the table as it is, and its logits."""
-            kernels = Kernels.on(device)
-            kernels.table = table
-            step = FusedModel(model, cache, kernels, Schedule(lanes)).decode_step(batch, CONTEXT)
-            return statistics.median(milliseconds(step, 15, 3)), step().clone()
+            replay = step.captured(model, cache, table)
+            return statistics.median(milliseconds(replay, 15, 3)), replay().clone()
 
         before, expected = timed()
         best = before
+        tries = {shape: candidates(shape, table[replace(shape, lanes=1, flags=False)]) for shape in list(table.shapes)}
+        compile_all(step, [(shape, config) for shape, configs in tries.items() for config in configs])
         kept: dict[Shape, Config] = {}
-        for shape in sorted(table.shapes, key=lambda shape: shape.kernel == "both"):  # when two products are tuned
+        for shape in sorted(tries, key=lambda shape: shape.kernel == "both"):  # when two products are tuned
             kept[shape] = table[shape]
-            for config in candidates(shape, table[replace(shape, lanes=1, flags=False)]):
+            for config in tries[shape]:
                 if config == kept[shape]:
                     continue
                 table.rows[shape] = config
                 try:
                     found, logits = timed()
                 except Exception as error:  # too much shared memory, too many registers: not for this chip
-                    if "out of resource" not in str(error).lower():
+                    if not _too_much(error):
                         raise
                     continue
                 wrong = (logits - expected).norm() / expected.norm()
@@ -100,6 +134,36 @@ def tune(
         found_for |= {"weights": weights, "shared_norm": shared_norm}
         yield {**found_for, "ms_before": before, "ms": best, "chip": chip}
         yield from Table(chip, kept).lines()
+
+
+def _too_much(error: Exception) -> bool:
+    return "out of resource" in str(error).lower()
+
+
+def compile_all(step: Step, tries: Sequence[tuple[Shape, Config]]) -> None:
+    """Compile every configuration into Triton's cache on the disk, in many processes: by steps of one layer each."""
+    free, own = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()  # of all layers: more than that of one
+    workers = min(COMPILERS, os.cpu_count() or 1, len(tries), free // (PROCESS + own))
+    if workers < 2:
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for share in [pool.submit(_compile, step, tries[at::workers]) for at in range(workers)]:
+            share.result()
+
+
+def _compile(step: Step, tries: Sequence[tuple[Shape, Config]]) -> None:
+    device = find_device("cuda:0")
+    chip = torch.cuda.get_device_name(device)
+    with torch.inference_mode():
+        model = step.model(1, device)
+        cache = model.new_cache(step.case.batch + 1, CONTEXT + 64)
+        for shape, config in tries:
+            try:
+                step.captured(model, cache, Table(chip, {**Table.of(chip).rows, shape: config}))()
+            except Exception as error:
+                if not _too_much(error):
+                    raise
+        torch.cuda.synchronize()
 
 
 def tuned(

@@ -158,6 +158,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b"""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif total.device.type == "cuda":  # whose product has float32 results of bfloat16 factors
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 

@@ -19,7 +19,7 @@ from ladder.config.fields import read_json
 from ladder.errors import LadderError
 from ladder.files import writable, write_json, write_text
 from ladder.progress import Progress
-from ladder.train.head import Head, Logits
+from ladder.train.head import Head, Logits, chunks
 from ladder.train.loss import TopTokens, top_tokens
 
 COMPLETE, STARTED, DONE, LOCK = "teacher.json", "asked.json", "answered.bin", "lock"
@@ -212,18 +212,20 @@ class CacheBuilder:
         ranks, sequences = self._ranks, self._sequences
         left = [at for at, done in enumerate(before) if not done][ranks.rank :: ranks.size]
         rest = ranks.size * len(left)
-        with _evaluating(model), ExitStack() as stack:
+        teacher = OnlineTeacher(model)
+        with torch.no_grad(), ExitStack() as stack:
             files = {name: stack.enter_context((self._folder / name).open("r+b")) for name in (*KINDS, DONE)}
             for some in (left[at : at + _FLUSH_EVERY] for at in range(0, len(left), _FLUSH_EVERY)):
                 for at in some:
                     batch = range(at * _BATCH, min((at + 1) * _BATCH, len(sequences)))
                     tokens = torch.stack([sequences[index]["input_ids"] for index in batch]).to(model.device)
-                    logits = model(input_ids=tokens, use_cache=False).logits
-                    tops = [top_tokens(each, self._count) for each in logits]
+                    logits, _ = teacher.outputs({"input_ids": tokens})
+                    parts = chunks(logits.shape, tokens.device)
+                    tops = [top_tokens(logits[part], self._count) for part in parts]
                     values = {LOG_PROBS: [top.log_probs for top in tops], IDS: [top.ids for top in tops]}
                     for name, kind in KINDS.items():
                         files[name].seek(batch.start * self._seq_len * self._count * np.dtype(kind).itemsize)
-                        files[name].write(torch.stack(values[name]).cpu().numpy().astype(kind).tobytes())
+                        files[name].write(torch.cat(values[name]).cpu().numpy().astype(kind).tobytes())
                     rest -= ranks.size
                     done = min(len(sequences), (len(before) - rest) * _BATCH)
                     progress(done, len(sequences), "running the original")
@@ -259,12 +261,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    with torch.inference_mode():
-        yield
-    model.train(training)
