@@ -142,6 +142,8 @@ def run(shape: Shape, setting: Setting, work: Path, seconds: float, profiler: An
         if not begun:
             begun.append(time.perf_counter())
             if profiler is not None:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()  # a kernel that runs already would count for all of the profile
                 profiler.start()
         elif profiler is not None and done >= EVERY * WARM + PROFILED:
             if torch.cuda.is_available():

@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("arm", nargs="+", type=checked)
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seq-len", type=int, help="default: the model's context")
     parser.add_argument("--lr", type=float)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     parser.add_argument("--seed", type=int, default=1)
@@ -169,12 +170,14 @@ class Experiment:
         rate = given.lr or RATES.get(way, 1e-3)
         name = f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}-{given.optimizer}"
         name += f"-{given.fit_tokens}" * is_fitted(arm) + f"-seed{given.seed}" * (given.seed != 1)
+        name += f"-by{given.seq_len}" if given.seq_len else ""
         out = given.work / name
         if not finished(out):
             begin = time.time()
             run = TrainingOptions(
                 data=given.data, valid=given.valid, tokens=given.tokens, batch=given.batch, lr=rate, warmup=0.05,
                 eval_every=10**9, save_every=10**9, weight_decay=0.01, optimizer=given.optimizer, seed=given.seed,
+                **({"seq_len": given.seq_len} if given.seq_len else {}),
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
             begun = self.fitted(arm)[0] if is_fitted(arm) else None
@@ -183,7 +186,7 @@ class Experiment:
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, "optimizer": given.optimizer, **WAYS[way]}
-        facts |= {"seed": given.seed, **({"fit_tokens": given.fit_tokens} if is_fitted(arm) else {})}
+        facts |= {"seed": given.seed, "seq_len": given.seq_len, **({"fit_tokens": given.fit_tokens} if is_fitted(arm) else {})}
         facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
         if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
             facts["seconds"] = float(taken.read_text())
