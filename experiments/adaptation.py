@@ -186,7 +186,8 @@ class Experiment:
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, "optimizer": given.optimizer, **WAYS[way]}
-        facts |= {"seed": given.seed, "seq_len": given.seq_len, **({"fit_tokens": given.fit_tokens} if is_fitted(arm) else {})}
+        facts |= {"seed": given.seed, **({"seq_len": given.seq_len} if given.seq_len else {})}
+        facts |= {"fit_tokens": given.fit_tokens} if is_fitted(arm) else {}
         facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
         if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
             facts["seconds"] = float(taken.read_text())

@@ -3,8 +3,8 @@
 from functools import cache
 from typing import Any, NamedTuple
 
-from experiments.tables.figures import Table, fixed, markdown, one
-from experiments.tables.quality import ADAPTED, TRIALS
+from experiments.tables.figures import Table, fixed, markdown, one, those
+from experiments.tables.quality import ADAPTED
 from ladder.config import ModelConfig
 from ladder.perf.chips import CHIPS, Chip
 from ladder.perf.memory import USABLE
@@ -14,6 +14,9 @@ SIZES = {"1B": "1B", "8B": "llama-3-8b", "70B": "llama-3-70b"}
 SEQ_LEN = 1024
 SMALLEST = "smollm2-135m"  # the model that was adapted
 TEACHER = 4 / 3  # operations with the original's pass, which computes a third of what training does
+SPEED = "adapt_speed_h200"
+SHAPES = {"135m": "135 M", "1b": "1.2 B"}
+BEST = {"135m": 64, "1b": 16}  # sequences of a pass, of the settings that were profiled
 MEASURED = "half-fittext-24M-0.0003-16-adamw-131072"
 GPUS = (2, 4, 8, 16, 32, 64)
 
@@ -64,10 +67,51 @@ def per_token(size: str) -> float:
 
 
 def shares() -> tuple[float, float]:
-    """Of an H200's peak: what adapting the smallest model reached, and what training from scratch reached alone."""
-    trained = one("scratch_h200", wiring="ladder", size="50M", seed=1)
-    adapted = float(one(TRIALS, arm="all-schedule-12M-0.001-32")["mfu"]) * TEACHER
-    return adapted, trained["share_of_peak"] * trained["peak_tflop_s"] / CHIPS["h200"].bf16_tflop_s
+    """Of an H200's peak: what adapting the smallest model and the largest that was tried reached."""
+    low, high = (
+        float(one(SPEED, measure="adapt_speed", run=2, shape=shape, size=size, seq_len=2048)["mfu"])
+        for shape, size in BEST.items()
+    )
+    return low, high
+
+
+def speed() -> str:
+    """Tokens per second of `ladder adapt`."""
+    rows = []
+    for line in (line for run in (1, 2) for line in those(SPEED, measure="adapt_speed", run=run)):
+        if line["attention"] != "cudnn" and (line["run"], line["name"], line["shape"]) != (1, "size-64", "135m"):
+            how = "`--teacher-top 64`" if line["teacher"] == "top" else "original in memory"
+            each = f"{line['size']} x {line['seq_len']}"
+            per_second = f"{line['tokens_per_s'] / 1e3:,.1f}"
+            share = f"{fixed(100 * line['mfu'], 1)}%"
+            rows.append([SHAPES[line["shape"]], how, each, per_second, share, fixed(line["memory_gb"], 0)])
+    header = ["weights", "", "sequences x tokens of a pass", "thousand tokens/s", "MFU", "GB"]
+    return markdown(header, sorted(rows, key=lambda row: (list(SHAPES.values()).index(row[0]), row[1], row[2])))
+
+
+GROUPS = {
+    "products of the layers": ("products",),
+    "attention": ("attention",),
+    "products of the head": ("loss products",),
+    "loss": ("loss",),
+    "norms, activations, additions": ("elementwise and norms", "copies"),
+    "no kernel runs": ("idle",),
+}
+
+
+def profile() -> str:
+    """Where the time of a step goes."""
+    found = {
+        shape: {line["group"]: float(line["share"]) for line in those(SPEED, measure="adapt_profile", shape=shape)}
+        for shape in SHAPES
+    }
+    rows, rest = [], dict.fromkeys(SHAPES, 1.0)
+    for name, groups in GROUPS.items():
+        each = [sum(found[shape][group] for group in groups) for shape in SHAPES]
+        rest = {shape: rest[shape] - share for shape, share in zip(SHAPES, each, strict=True)}
+        rows.append([name, *(f"{fixed(100 * share, 1)}%" for share in each)])
+    rows.append(["the rest, above all the optimizer", *(f"{fixed(100 * rest[shape], 1)}%" for shape in SHAPES)])
+    return markdown(["", *(f"{name} weights" for name in SHAPES.values())], rows)
 
 
 def hours(tokens: float, size: str) -> str:
@@ -121,4 +165,9 @@ def memory() -> str:
     return markdown(["", *SIZES], rows)
 
 
-TABLES: dict[str, Table] = {"adapt-cost": cost, "adapt-memory": memory}
+TABLES: dict[str, Table] = {
+    "adapt-cost": cost,
+    "adapt-memory": memory,
+    "adapt-speed": speed,
+    "adapt-profile": profile,
+}

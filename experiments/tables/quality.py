@@ -109,6 +109,28 @@ def adapted() -> str:
     )
 
 
+CONTROLS = "adaptation_controls_h200"
+CONTROLLED = {
+    "none-fittext-22M": "none: the original, trained as long",
+    "half-fittext-22M": "last half",
+    "27-fittext-22M": "all but the first three",
+}
+
+
+def controls() -> str:
+    """Beside the original trained as long."""
+    rows, control = [], 0.0
+    for arm, name in CONTROLLED.items():
+        end = one(CONTROLS, measure="end of training", arm=arm)
+        own = [line for line in lines(CONTROLS) if line["measure"] == "model" and line["arm"].startswith(arm)]
+        more = [fixed(100 * own[0]["tasks"], 1), fixed(own[0]["wikitext2_perplexity"], 2)] if own else ["", ""]
+        control = control or float(end["eval_perplexity"])
+        above = f"{100 * (end['eval_perplexity'] / control - 1):+.1f}%" if own else ""
+        rows.append([name, fixed(end["eval_perplexity"], 2), above, fixed(end["eval_kl"], 3), *more])
+    header = ["ladder layers", "perplexity, held out", "above the control", "KL to the original", "six tasks, %"]
+    return markdown([*header, "WikiText-2"], rows)
+
+
 def quality() -> str:
     """Of the README."""
     return short(
@@ -262,6 +284,7 @@ def number(line: Line) -> int:
 TABLES: dict[str, Table] = {
     "adaptation": adaptation,
     "adapted": adapted,
+    "controls": controls,
     "quality": quality,
     "fit": fit,
     "by-task": by_task,

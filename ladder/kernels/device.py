@@ -139,13 +139,13 @@ def wait_for_all(flag1, flag2, need, FLAGS: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def gathered(base, first, second, drift1, drift2, saved, at, inside, save, SUMS: tl.constexpr, DRIFTS: tl.constexpr):
-    """base + sums + drifts, all of which are complete by now. base + sums is kept where `save` says so.
+def asked_for(base, first, second, drift1, drift2, at, inside, SUMS: tl.constexpr, DRIFTS: tl.constexpr):
+    """The terms of the stream, all of which are complete by now: base, sums, drifts; base itself where there is none.
 
     What other kernels or the communication stream have written is read past the first-level cache, which may be stale.
-    Everything is asked for before anything is kept: no load is made to wait for a store it might have to see.
     """
-    x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = tl.load(base + at, mask=inside, other=0.0, cache_modifier=".cg")
+    local, newer, one, other = x, x, x, x
     if DRIFTS >= 1:
         local = tl.load(drift1 + at, mask=inside, other=0.0, cache_modifier=".cg")
     if DRIFTS >= 2:
@@ -154,6 +154,16 @@ def gathered(base, first, second, drift1, drift2, saved, at, inside, save, SUMS:
         one = tl.load(first + at, mask=inside, other=0.0, cache_modifier=".cg")
     if SUMS >= 2:
         other = tl.load(second + at, mask=inside, other=0.0, cache_modifier=".cg")
+    return x, one, other, local, newer
+
+
+@triton.jit
+def added_up(terms, saved, at, inside, save, SUMS: tl.constexpr, DRIFTS: tl.constexpr):
+    """base + sums + drifts. base + sums is kept where `save` says so: no load should come after that, since it is made
+    to wait for a store that it might have to see.
+    """
+    x, one, other, local, newer = terms
+    x = x.to(tl.float32)
     if SUMS >= 1:
         x = added(x, one)
     if SUMS >= 2:
@@ -166,6 +176,13 @@ def gathered(base, first, second, drift1, drift2, saved, at, inside, save, SUMS:
     if SUMS >= 1:
         tl.store(saved + at, agreed.to(saved.dtype.element_ty), mask=inside & save)
     return x
+
+
+@triton.jit
+def gathered(base, first, second, drift1, drift2, saved, at, inside, save, SUMS: tl.constexpr, DRIFTS: tl.constexpr):
+    """`added_up`, of what is asked for here."""
+    terms = asked_for(base, first, second, drift1, drift2, at, inside, SUMS, DRIFTS)
+    return added_up(terms, saved, at, inside, save, SUMS, DRIFTS)
 
 
 @triton.jit
@@ -183,10 +200,10 @@ def normalized(x, g, norm_bias, cols, inside, eps, K: tl.constexpr, NORM: tl.con
 def normalized_halves(x, y, g, h, norm_bias, at, other, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
     """`normalized` of a row whose numbers are in x and y, with the gains g and h, at two places."""
     if NORM == 2:
-        mean = (tl.sum(x) + tl.sum(y)) / K
+        mean = tl.sum(x + y) / K
         x, y = tl.where(inside, x - mean, 0.0), tl.where(inside, y - mean, 0.0)
-        factor = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / K + eps)
+        factor = tl.rsqrt(tl.sum(x * x + y * y) / K + eps)
         x = x * factor * g + tl.load(norm_bias + at, mask=inside, other=0.0).to(tl.float32)
         return x, y * factor * h + tl.load(norm_bias + other, mask=inside, other=0.0).to(tl.float32), 1.0
     else:
-        return x * g, y * h, tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / K + eps)
+        return x * g, y * h, tl.rsqrt(tl.sum(x * x + y * y) / K + eps)

@@ -8,7 +8,15 @@ each reads it in one piece. Scales and zeros are asked for a tile ahead: they co
 import torch
 
 from ladder.jit import tl, triton
-from ladder.kernels.device import activated, gathered, let_others_start, normalized, normalized_halves, wait_for_all
+from ladder.kernels.device import (
+    activated,
+    added_up,
+    asked_for,
+    let_others_start,
+    normalized,
+    normalized_halves,
+    wait_for_all,
+)
 from ladder.kernels.quantized.codes import CHUNK, eight_bits
 from ladder.kernels.quantized.integers import INPUTS, chunk_products, digits, row_digits, row_steps
 from ladder.kernels.stream import Source
@@ -129,11 +137,14 @@ def quantized_gemv(base, first, second, drift1, drift2, flag1, flag2, need, save
             wait_for_all(flag1, flag2, need, FLAGS, PDL)
             if PLUS:
                 more = tl.load(plus + r, mask=here, other=0.0, cache_modifier=".cg")
-            x = gathered(base, first, second, drift1, drift2, saved, at_x, known, pid == 0, SUMS, DRIFTS)
+            terms = asked_for(base, first, second, drift1, drift2, at_x, known, SUMS, DRIFTS)
+            at_high = at_x + 16
+            if BITS == 4:
+                more_terms = asked_for(base, first, second, drift1, drift2, at_high, known, SUMS, DRIFTS)
+            x = added_up(terms, saved, at_x, known, pid == 0, SUMS, DRIFTS)
             high = x
             if BITS == 4:
-                at_high = at_x + 16
-                high = gathered(base, first, second, drift1, drift2, saved, at_high, known, pid == 0, SUMS, DRIFTS)
+                high = added_up(more_terms, saved, at_high, known, pid == 0, SUMS, DRIFTS)
                 if NORM:
                     x, high, factor = normalized_halves(
                         x, high, g, g_high, norm_bias, at_x, at_high, known, eps, K, NORM
