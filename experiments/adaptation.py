@@ -18,12 +18,14 @@ is layers and a way, as in half-distill, 27-fittext or 27:parallel-1-fittext:
 A JSON line for the original, for each wiring without training, rewired and, for fit, fitted, and for each arm:
 perplexity, KL, agreement, continuations (`ladder eval --continuations`), tasks; with --between also for weights that
 went only a share of the way from the fitted to the trained ones. An arm that is in WORK already is only measured, and
-what is measured there is not measured again: keep one WORK for one MODEL, DATA, VALID and TASKS.
+what is measured there is not measured again: keep one WORK for one MODEL, DATA, VALID and TASKS. With --train-only one
+process can train while another measures what is trained.
 """
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,8 @@ def main() -> None:
     parser.add_argument("--scan", type=Path)
     parser.add_argument("--fit-tokens", type=int, default=1 << 20)
     parser.add_argument("--between", type=float, nargs="*", default=[], metavar="SHARE")
+    parser.add_argument("--teacher-top", type=int, default=0, help="from a cache in WORK, which all arms share")
+    parser.add_argument("--train-only", action="store_true", help="nothing is measured; the same without it measures")
     parser.add_argument("--quick", action="store_true", help="without the tasks")
     parser.add_argument("--alone", action="store_true", help="only the arms, nothing of the original and the rewired")
     given = parser.parse_args()
@@ -94,6 +98,10 @@ def main() -> None:
     if given.optimizer == "muon" and others:
         parser.error(f"--optimizer muon trains weights as they are, and {' '.join(others)} do not")
     experiment = Experiment(given)
+    if given.train_only:
+        for arm in given.arm:
+            experiment.trained(arm)
+        return
     if not given.alone:
         experiment.write("original", "standard", load(given.model))
         for wiring in dict.fromkeys(experiment.wiring(arm) for arm in given.arm):
@@ -170,7 +178,7 @@ class Experiment:
         rate = given.lr or RATES.get(way, 1e-3)
         name = f"{arm}-{given.tokens / 1e6:g}M-{rate:g}-{given.batch}-{given.optimizer}"
         name += f"-{given.fit_tokens}" * is_fitted(arm) + f"-seed{given.seed}" * (given.seed != 1)
-        name += f"-by{given.seq_len}" if given.seq_len else ""
+        name += f"-by{given.seq_len}" * bool(given.seq_len) + f"-top{given.teacher_top}" * bool(given.teacher_top)
         out = given.work / name
         if not finished(out):
             begin = time.time()
@@ -181,12 +189,15 @@ class Experiment:
             )  # fmt: skip
             torch._dynamo.reset()  # what was compiled for other arms
             begun = self.fitted(arm)[0] if is_fitted(arm) else None
-            adapt(adapt_options(given.model, out, wiring, way, begun, self._ranks(wiring)), run, lambda *_: None)
+            options = adapt_options(given.model, out, wiring, way, begun, self._ranks(wiring))
+            if given.teacher_top and options.kl_weight:
+                options = replace(options, teacher_top=given.teacher_top, teacher=given.work / "teacher")
+            adapt(options, run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, "optimizer": given.optimizer, **WAYS[way]}
-        facts |= {"seed": given.seed, **({"seq_len": given.seq_len} if given.seq_len else {})}
+        facts |= {"seed": given.seed, "seq_len": given.seq_len, "teacher_top": given.teacher_top}
         facts |= {"fit_tokens": given.fit_tokens} if is_fitted(arm) else {}
         facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
         if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
