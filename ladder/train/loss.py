@@ -174,7 +174,7 @@ def loss_chunk(
     counted: Tensor,
 ) -> Tensor:
     """The part of the loss of some of the `tokens`; its gradient by the logits, in their dtype, goes to `gradient`."""
-    log_probs = student.to(torch.promote_types(student.dtype, torch.float32)).log_softmax(-1)
+    log_probs = wide_log_probs(student)
     probs = log_probs.exp()
     loss, slope = log_probs.new_zeros(()), torch.zeros_like(log_probs)
     if weights.kl and teacher is not None:
@@ -219,6 +219,11 @@ def _kl(log_probs: Tensor, probs: Tensor, teacher: Tensor | TopTokens, reverse: 
     return kl, slope.scatter_add(-1, teacher.ids, own.exp() * ratio.unsqueeze(-1) - wanted.exp())
 
 
+def wide_log_probs(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
 def _rest(probs: Tensor) -> Tensor:
     return (1 - probs.sum(-1)).clamp(min=1e-6)
 
@@ -234,5 +239,5 @@ def hidden_distance(streams: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tens
 
 def top_tokens(logits: Tensor, count: int) -> TopTokens:
     """A teacher's `count` likeliest tokens of [tokens, vocabulary] logits."""
-    log_probs, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
+    log_probs, ids = wide_log_probs(logits).topk(count, dim=-1)
     return TopTokens(log_probs, ids)

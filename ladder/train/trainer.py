@@ -18,12 +18,20 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from ladder.errors import LadderError, install
 from ladder.files import writing
 from ladder.hf import set_staleness
-from ladder.hf.measures import perplexity_of
+from ladder.hf.measures import kl_terms, perplexity_of
 from ladder.progress import Progress
 from ladder.train.folder import complete_checkpoints, mark_complete
 from ladder.train.head import Head, Logits, chunks
 from ladder.train.log import AlreadyTrained, RunLog
-from ladder.train.loss import LossWeights, distillation_loss, hidden_distance, loss_chunk, next_tokens
+from ladder.train.loss import (
+    IGNORED,
+    LossWeights,
+    distillation_loss,
+    hidden_distance,
+    loss_chunk,
+    next_tokens,
+    wide_log_probs,
+)
 from ladder.train.muon import muon
 from ladder.train.options import TrainingOptions
 from ladder.train.stages.on_policy import OnPolicy
@@ -279,13 +287,13 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
         return sums
 
     def _chunk_scores(self, logits: Tensor, wanted: Tensor | None, targets: Tensor) -> Tensor:
-        counted = (targets >= 0).sum()
-        nats = distillation_loss(logits, None, targets, LossWeights(0.0, 1.0)) * counted
+        own, real = wide_log_probs(logits), targets != IGNORED
+        nats = -own.gather(-1, targets.where(real, 0).unsqueeze(-1)).squeeze(-1)[real].double().sum()
         kl = agree = nats.new_zeros(())
         if wanted is not None:
-            kl = distillation_loss(logits, wanted, targets, LossWeights(1.0, 0.0)) * len(logits)
+            kl = kl_terms(wide_log_probs(wanted), own).sum()
             agree = (logits.argmax(-1) == wanted.argmax(-1)).sum()
-        return torch.stack([nats.double(), counted.double(), kl.double(), agree.double()])
+        return torch.stack([each.double() for each in (nats, real.sum(), kl, agree)])
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """A checkpoint's weights under the names that they are loaded by: `save_pretrained` gives experts names

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ladder.hf.continuations import sampled
 from ladder.train.loss import IGNORED, LossWeights
 from ladder.train.options import PROMPT, REVERSE_KL, AdaptOptions, TrainingOptions
 
@@ -60,15 +61,11 @@ class OnPolicy:
         """[batch, tokens] with everything behind the prompts sampled. The end of a text is a token as any other: what
         follows it is another text, as in the data.
         """
-        found, cache = tokens[:, : self.prompt], None
+        prompts = tokens[:, : self.prompt]
+        shape = len(tokens), tokens.shape[1] - prompts.shape[1]
+        draws = torch.rand(shape, dtype=torch.float64, device=tokens.device, generator=generator)
         with _evaluated(model):
-            while found.shape[1] < tokens.shape[1]:
-                given = found if cache is None else found[:, -1:]  # all of it, where the model has no cache
-                output = model(input_ids=given, past_key_values=cache, use_cache=True)
-                cache = getattr(output, "past_key_values", None)
-                probs = output.logits[:, -1].float().softmax(-1)
-                found = torch.cat([found, torch.multinomial(probs, 1, generator=generator)], 1)
-        return found
+            return torch.cat([prompts, sampled(model, prompts, draws)], 1)
 
 
 @contextmanager
