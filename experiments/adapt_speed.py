@@ -1,6 +1,7 @@
 """Speed of `ladder adapt`, and where the time of its steps goes: random weights, random tokens, one device.
 
-python -m experiments.adapt_speed [--shape 135m 1b] [--only NAME ...] [--seconds S] [--limit S] >> LINES.jsonl
+python -m experiments.adapt_speed [--shape 135m 1b] [--seq-len N] [--only NAME ...]
+    [--seconds S] [--limit S] >> LINES.jsonl
 
 One JSON line per shape and setting: tokens/s and the share of the chip's peak (MFU, as log.jsonl has it) of its steady
 steps, medians and quartiles over groups of steps, and the peak of the GPU's memory. Then a profile of the fastest
@@ -23,7 +24,6 @@ from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -81,7 +81,6 @@ class Setting:
     gpu_chunk: int = logits.GPU_CHUNK
     optimizer: str = "adamw"
     recompute: bool = False
-    attention: str = "as it is"  # what torch chooses, or cudnn, before all else
 
 
 def settings(shape: Shape) -> list[Setting]:
@@ -89,7 +88,6 @@ def settings(shape: Shape) -> list[Setting]:
     *_, middle, largest = shape.sizes
     base = Setting("base", middle)
     found = [Setting(f"size-{size}", size) for size in reversed(shape.sizes)]
-    found += [replace(base, name="cudnn", attention="cudnn")]
     found += [replace(base, name="whole", fused=False), replace(base, name="none", teacher="none")]
     found += [replace(base, name="top", teacher="top"), replace(base, name="muon", optimizer="muon")]
     found += [replace(base, name=f"chunk-{count}", gpu_chunk=count) for count in (1, 2, 8)]
@@ -155,9 +153,6 @@ def run(shape: Shape, setting: Setting, work: Path, seconds: float, profiler: An
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(logits, "GPU_CHUNK", setting.gpu_chunk))
-        if setting.attention == "cudnn":
-            others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-            stack.enter_context(sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True))
         if not setting.fused:
             stack.enter_context(patch.object(Head, "_reason", lambda head, run, tokens: "it is to be measured"))
         with suppress(Ended):

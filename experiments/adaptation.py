@@ -19,7 +19,7 @@ A JSON line for the original, for each wiring without training, rewired and, for
 perplexity, KL, agreement, continuations (`ladder eval --continuations`), tasks; with --between also for weights that
 went only a share of the way from the fitted to the trained ones. An arm that is in WORK already is only measured, and
 what is measured there is not measured again: keep one WORK for one MODEL, DATA, VALID and TASKS. With --train-only one
-process can train while another measures what is trained.
+process can train while another measures: of arms that are trained, or it would train them too.
 """
 
 import argparse
@@ -97,6 +97,10 @@ def main() -> None:
         parser.error("--between takes shares of the way, above 0 and below 1")
     if given.optimizer == "muon" and others:
         parser.error(f"--optimizer muon trains weights as they are, and {' '.join(others)} do not")
+    if given.teacher_top and any(uncached(arm) for arm in given.arm):
+        parser.error(f"--teacher-top is for ways with a KL of the text alone, not for {' '.join(given.arm)}")
+    if given.train_only and given.between:
+        parser.error("--train-only measures nothing: leave out --between")
     experiment = Experiment(given)
     if given.train_only:
         for arm in given.arm:
@@ -190,14 +194,16 @@ class Experiment:
             torch._dynamo.reset()  # what was compiled for other arms
             begun = self.fitted(arm)[0] if is_fitted(arm) else None
             options = adapt_options(given.model, out, wiring, way, begun, self._ranks(wiring))
-            if given.teacher_top and options.kl_weight:
-                options = replace(options, teacher_top=given.teacher_top, teacher=given.work / "teacher")
+            if given.teacher_top:
+                shared = f"teacher {given.teacher_top} {given.tokens} {given.batch} {given.seq_len}"
+                options = replace(options, teacher_top=given.teacher_top, teacher=given.work / shared)
             adapt(options, run, lambda *_: None)
             (given.work / f"seconds {out.name}").write_text(f"{time.time() - begin:.1f}")
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         speeds = sorted(line["tokens_per_s"] for line in lines if "tokens_per_s" in line)
         facts = {"tokens": given.tokens, "batch": given.batch, "lr": rate, "optimizer": given.optimizer, **WAYS[way]}
-        facts |= {"seed": given.seed, "seq_len": given.seq_len, "teacher_top": given.teacher_top}
+        facts |= {"seed": given.seed, "seq_len": given.seq_len or self._original.config.max_position_embeddings}
+        facts |= {"teacher_top": given.teacher_top} if given.teacher_top else {}
         facts |= {"fit_tokens": given.fit_tokens} if is_fitted(arm) else {}
         facts |= {"tokens_per_s": speeds[len(speeds) // 2], "mfu": max(line.get("mfu", 0) for line in lines)}
         if (taken := given.work / f"seconds {out.name}").exists():  # not where it was stopped and continued
@@ -249,6 +255,12 @@ def checked(arm: str) -> str:
 
 def way_of(arm: str) -> str:
     return arm.rpartition("-")[2]
+
+
+def uncached(arm: str) -> bool:
+    """Whether it needs all of the original's logits or its streams, or none of them."""
+    way = WAYS[way_of(arm)]
+    return bool(way.get("hidden_weight") or way.get("on_policy")) or way.get("kl_weight") == 0.0
 
 
 def is_fitted(arm: str) -> bool:

@@ -14,6 +14,7 @@ from ladder.train.head import logits as module
 from ladder.train.loss import (
     LossWeights,
     TopTokens,
+    _add_product,
     distillation_loss,
     hidden_distance,
     next_tokens,
@@ -200,3 +201,12 @@ def test_streams_apart() -> None:
 
 def test_targets_are_the_next_tokens() -> None:
     assert next_tokens(torch.tensor([[4, 5, 6], [7, 8, 9]])).tolist() == [[5, 6, -100], [8, 9, -100]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_product_is_added_in_float32() -> None:
+    a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in ((96, 200), (96, 72)))
+    total = torch.randn(200, 72, device="cuda")
+    expected = total.double() + a.mT.double() @ b.double()
+    _add_product(total, a.mT, b)
+    assert (total - expected).norm() < 1e-5 * expected.norm()

@@ -32,6 +32,7 @@ from ladder.explore.page import page
 from ladder.explore.server import HOST, Server
 from ladder.perf.plan import plan, predict
 from ladder.perf.timeline import timeline
+from ladder.progress import workers
 
 CHOICE = Choice("llama-3-70b", "h200", 8, "nvlink_nccl", 1, 1024, "bf16", 512)
 TEXTS = {name: str(value) for name, value in CHOICE.__dict__.items()}
@@ -298,7 +299,7 @@ def test_a_file_that_is_not_finished_is_not_there(tmp_path: Path, monkeypatch: p
 def test_ctrl_c_ends_the_processes_that_make_a_file() -> None:
     """At once, rather than when they have completed all; and they leave it to the one that started them."""
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), grid.workers(1) as submit:
+    with pytest.raises(KeyboardInterrupt), workers(1) as submit:
         assert signal.SIGINT in submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
         assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         worker = submit(os.getpid).result()

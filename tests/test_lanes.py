@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ladder.bench.tune import COMPILED_LAYERS, LAYERS
 from ladder.comm.base import Comm, Solo
 from ladder.comm.emulated import World
 from ladder.comm.one_rank import OneRank
@@ -190,3 +191,25 @@ def test_an_order_is_transitive() -> None:
         second = lanes.made("y")
     assert lanes.use(second) == "y" and lanes.has(first) and lanes.use(first) == "x"
     assert lanes.waits == 2
+
+
+class Variants(References):
+    """Which variants of kernels that read the stream are launched."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def norm_project(self, source: Any, norm: Any, weight: Any, kernel: str, *rest: Any, **named: Any) -> Any:
+        self.seen.add((kernel, *source.modes().items()))
+        return super().norm_project(source, norm, weight, kernel, *rest, **named)
+
+
+@pytest.mark.parametrize("wiring, lanes", (("none", 1), ("parallel", 1), ("ladder", 2), ("parallel-1", 2)))
+def test_few_layers_have_every_variant_of_a_kernel(wiring: str, lanes: int) -> None:
+    """Or `ladder tune` compiled what is missing one after the other."""
+    found = []
+    for layers in (COMPILED_LAYERS, LAYERS):
+        config, launch = tiny(layers).rewired(wiring), Variants()
+        steps(config, draw(config), OneRank(2), OneLane() if lanes == 1 else WatchedLanes(2), 1, launch)
+        found.append(launch.seen)
+    assert found[0] == found[1] and len(found[0]) > 2

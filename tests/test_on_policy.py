@@ -175,14 +175,14 @@ def reverse_kl(student: Any, original: Any) -> float:
 
 def test_it_lowers_the_reverse_kl_of_its_own_text(model: Path, data: Path, tmp_path: Path) -> None:
     options = on_policy(model, tmp_path / "out", on_policy=1.0, reverse_kl=1.0)
-    found = adapt(options, adapting(data, 30, lr=3e-3), silent)
+    found = adapt(options, adapting(data, 40, lr=3e-3), silent)
     original, begun = AutoModelForCausalLM.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     before = reverse_kl(rewire(begun, "ladder"), original)
     after = reverse_kl(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), original)
     losses = [value for _, value in log(tmp_path / "out")]
-    assert after < 0.8 * before and losses[-1] < 0.8 * losses[0] and found["eval_kl"] > 0
+    assert after < 0.7 * before and losses[-1] < 0.8 * losses[0] and found["eval_kl"] > 0
     assert losses[0] == pytest.approx(before, rel=0.3)  # of other sequences
-    assert [value for _, value in log(tmp_path / "out", "on_policy")] == [1.0] * 15
+    assert [value for _, value in log(tmp_path / "out", "on_policy")] == [1.0] * 20
 
 
 @pytest.mark.parametrize("method, more", [

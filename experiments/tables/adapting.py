@@ -77,16 +77,18 @@ def shares() -> tuple[float, float]:
 
 def speed() -> str:
     """Tokens per second of `ladder adapt`."""
+    # of what was measured in both runs the later one
+    latest = {
+        (line["shape"], line["teacher"], line["seq_len"], line["size"]): line
+        for run in (1, 2)
+        for line in those(SPEED, measure="adapt_speed", run=run, attention="as it is")
+    }
     rows = []
-    for line in (line for run in (1, 2) for line in those(SPEED, measure="adapt_speed", run=run)):
-        if line["attention"] != "cudnn" and (line["run"], line["name"], line["shape"]) != (1, "size-64", "135m"):
-            how = "`--teacher-top 64`" if line["teacher"] == "top" else "original in memory"
-            each = f"{line['size']} x {line['seq_len']}"
-            per_second = f"{line['tokens_per_s'] / 1e3:,.1f}"
-            share = f"{fixed(100 * line['mfu'], 1)}%"
-            rows.append([SHAPES[line["shape"]], how, each, per_second, share, fixed(line["memory_gb"], 0)])
-    header = ["weights", "", "sequences x tokens of a pass", "thousand tokens/s", "MFU", "GB"]
-    return markdown(header, sorted(rows, key=lambda row: (list(SHAPES.values()).index(row[0]), row[1], row[2])))
+    for (shape, teacher, seq_len, size), line in sorted(latest.items()):
+        how = "`--teacher-top 64`" if teacher == "top" else "original in memory"
+        figures = [f"{line['tokens_per_s'] / 1e3:,.1f}", f"{fixed(100 * line['mfu'], 1)}%", fixed(line["memory_gb"], 0)]
+        rows.append([SHAPES[shape], how, f"{size} x {seq_len}", *figures])
+    return markdown(["weights", "", "sequences x tokens of a pass", "thousand tokens/s", "MFU", "GB"], rows)
 
 
 GROUPS = {

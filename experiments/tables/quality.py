@@ -1,13 +1,14 @@
 """Tables of quality: README.md, docs/quality.md, docs/use/."""
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from experiments.tables.figures import Line, Table, fixed, lines, markdown, one, times
 from ladder.perf.plan import Deployment, plan
 from ladder.wiring import Wiring
 
 ADAPTED, TRIALS, OWN = "adaptation_h200", "adaptation_trials_h200", "own_partial"
-WIRINGS = "fitting_wirings_cpu"
+WIRINGS, HYBRIDS = "fitting_wirings_cpu", "fitting_hybrids_cpu"
 LINKS = {"nvlink_oneshot": "8 us", "nvlink_nccl": "24 us", "pcie_shm_tp8": "62 us"}
 HALF = "standard:15 ladder:15"
 HALF_BY_SCAN = (
@@ -119,13 +120,12 @@ CONTROLLED = {
 
 def controls() -> str:
     """Beside the original trained as long."""
-    rows, control = [], 0.0
+    rows, control = [], one(CONTROLS, measure="end of training", arm="none-fittext-22M")["eval_perplexity"]
     for arm, name in CONTROLLED.items():
         end = one(CONTROLS, measure="end of training", arm=arm)
         own = [line for line in lines(CONTROLS) if line["measure"] == "model" and line["arm"].startswith(arm)]
         more = [fixed(100 * own[0]["tasks"], 1), fixed(own[0]["wikitext2_perplexity"], 2)] if own else ["", ""]
-        control = control or float(end["eval_perplexity"])
-        above = f"{100 * (end['eval_perplexity'] / control - 1):+.1f}%" if own else ""
+        above = "" if end["wiring"] == "standard" else f"{100 * (end['eval_perplexity'] / control - 1):+.1f}%"
         rows.append([name, fixed(end["eval_perplexity"], 2), above, fixed(end["eval_kl"], 3), *more])
     header = ["ladder layers", "perplexity, held out", "above the control", "KL to the original", "six tasks, %"]
     return markdown([*header, "WikiText-2"], rows)
@@ -232,10 +232,13 @@ def halves() -> str:
 
 
 def larger(wiring: str) -> str:
-    """A pattern of 30 layers, the first of which may be standard, for the same share of Llama-3-70B's 80."""
-    names = Wiring.parse(wiring, 30).layers
-    kept = round(80 * names.count("standard") / 30)
-    return f"standard:{kept} {names[-1]}" if kept else names[-1]
+    """A pattern of 30 layers for the same shares of Llama-3-70B's 80."""
+    parts, begin, end = [], 0, 0
+    for name, layers in groupby(Wiring.parse(wiring, 30).layers):
+        end += len(list(layers))
+        parts.append(f"{name}:{round(80 * end / 30) - round(80 * begin / 30)}")
+        begin = end
+    return " ".join(parts)
 
 
 def speeds(wiring: str) -> list[float]:
@@ -260,6 +263,16 @@ def fitted_wirings() -> str:
         rows.append([f"`{name}`", *cells, *fast])
     header = ["wiring", "last 15: rewired", "fitted", "last 27: rewired", "fitted"]
     return markdown([*header, *LINKS.values()], rows)
+
+
+def fitted_hybrids() -> str:
+    """`parallel-1` in the last layers, `parallel` in those before."""
+    found = [line for line in lines(WIRINGS) if line["wiring"] in ("standard:3 parallel", "standard:3 parallel-1")]
+    rows = []
+    for line in sorted([*found, *lines(HYBRIDS)], key=lambda line: float(line["fitted_kl"])):
+        fast = [times(x) for x in speeds(larger(line["wiring"]))]
+        rows.append([f"`{line['wiring']}`", fixed(line["rewired_kl"], 3), fixed(line["fitted_kl"], 3), *fast])
+    return markdown(["wiring", "KL rewired", "KL fitted", *LINKS.values()], rows)
 
 
 def fitted_layers() -> str:
@@ -295,4 +308,5 @@ TABLES: dict[str, Table] = {
     "halves": halves,
     "fitted-wirings": fitted_wirings,
     "fitted-layers": fitted_layers,
+    "fitted-hybrids": fitted_hybrids,
 }

@@ -3,11 +3,10 @@ starts while another ends.
 """
 
 import json
-import multiprocessing
+import logging
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -32,18 +31,22 @@ from ladder.kernels.launch import Kernels
 from ladder.kernels.table import Config, Shape, Table, candidates
 from ladder.layers.cache import KVCache
 from ladder.model import Decoder
+from ladder.progress import workers
+
+logger = logging.getLogger(__name__)
 
 LAYERS = 12  # enough that no cache holds their weights
 LINK = "nvlink_oneshot"  # whose all-reduces set flags while kernels are tuned for two lanes
 TOLERANCE = 0.02  # between the logits of two configurations, relative: bfloat16 through LAYERS layers
 GAIN = 0.998  # of the best time: what a change must bring to be kept
 COMPILERS = 16  # processes at most
-PROCESS = 1 << 30  # bytes of a GPU's memory that one takes, beside its model
+PROCESS_BYTES = 1 << 30  # of a GPU's memory that one takes, beside its model
+COMPILED_LAYERS = 3  # have every variant of a kernel: the first two begin with fewer all-reduces than all others
 
 
 @dataclass(frozen=True)
-class Step:
-    """A decode step, as its kernels are compiled for it."""
+class DecodeStep:
+    """What a decode step's kernels depend on, besides the table."""
 
     case: Case
     wiring: str
@@ -51,14 +54,14 @@ class Step:
     lanes: int
 
     def model(self, layers: int, device: torch.device) -> Decoder:
-        """With so many of the layers."""
+        """The rank's model with its first `layers` layers, and random weights."""
         tp = self.case.tp
         model = random_model(replace(self.case, layers=layers), OneRank(tp) if tp > 1 else Solo(), device)
         configure(model, self.wiring, self.link)
         return model
 
     def captured(self, model: Decoder, cache: KVCache, table: Table) -> Callable[[], Tensor]:
-        """A call replays it, and gives its logits."""
+        """The step as a CUDA graph: a call replays it, and gives its logits."""
         kernels = Kernels.on(model.embed_tokens.weight.device)
         kernels.table = table
         return FusedModel(model, cache, kernels, Schedule(self.lanes)).decode_step(self.case.batch, CONTEXT)
@@ -95,7 +98,7 @@ def tune(
     links = (None, LINKS[LINK]) if lanes > 1 and tp > 1 else (None,)
     chip, model = torch.cuda.get_device_name(device), None
     for batch, link in product(batches, links):
-        step = Step(Case(size, tp, batch, weights=weights, shared_norm=shared_norm), wiring, link, lanes)
+        step = DecodeStep(Case(size, tp, batch, weights=weights, shared_norm=shared_norm), wiring, link, lanes)
         if model is None:
             model = step.model(LAYERS, device)
         configure(model, wiring, link)
@@ -103,7 +106,7 @@ def tune(
         table = RecordingTable(chip, Table.of(chip).rows)
 
         def timed(
-            step: Step = step, model: Decoder = model, cache: KVCache = cache, table: Table = table
+            step: DecodeStep = step, model: Decoder = model, cache: KVCache = cache, table: Table = table
         ) -> tuple[float, Any]:
             """Milliseconds of a step with the table as it is, and its logits."""
             replay = step.captured(model, cache, table)
@@ -112,7 +115,7 @@ def tune(
         before, expected = timed()
         best = before
         tries = {shape: candidates(shape, table[replace(shape, lanes=1, flags=False)]) for shape in list(table.shapes)}
-        compile_all(step, [(shape, config) for shape, configs in tries.items() for config in configs])
+        compile_all(step, [(shape, config) for shape, configs in tries.items() for config in configs], device)
         kept: dict[Shape, Config] = {}
         for shape in sorted(tries, key=lambda shape: shape.kernel == "both"):  # when two products are tuned
             kept[shape] = table[shape]
@@ -140,30 +143,33 @@ def _too_much(error: Exception) -> bool:
     return "out of resource" in str(error).lower()
 
 
-def compile_all(step: Step, tries: Sequence[tuple[Shape, Config]]) -> None:
-    """Compile every configuration into Triton's cache on the disk, in many processes: by steps of one layer each."""
-    free, own = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()  # of all layers: more than that of one
-    workers = min(COMPILERS, os.cpu_count() or 1, len(tries), free // (PROCESS + own))
-    if workers < 2:
+def compile_all(step: DecodeStep, tries: Sequence[tuple[Shape, Config]], device: torch.device) -> None:
+    """Compile every configuration into Triton's cache on the disk, in many processes; tuning goes on without."""
+    free, own = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_allocated(device)  # of more layers than theirs
+    count = min(COMPILERS, len(os.sched_getaffinity(0)), len(tries), free // (PROCESS_BYTES + own))
+    if count < 2:
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for share in [pool.submit(_compile, step, tries[at::workers]) for at in range(workers)]:
-            share.result()
+    try:
+        with workers(count) as submit:
+            for share in [submit(_compile, step, tries[at::count], device) for at in range(count)]:
+                share.result()
+    except Exception as error:  # of any kind: a process that was killed, memory, a GPU that takes one process alone
+        reason = str(error) or type(error).__name__
+        logger.warning("configurations are compiled one after the other, which takes longer: %s", reason)
 
 
-def _compile(step: Step, tries: Sequence[tuple[Shape, Config]]) -> None:
-    device = find_device("cuda:0")
+def _compile(step: DecodeStep, tries: Sequence[tuple[Shape, Config]], device: torch.device) -> None:
+    torch.cuda.set_device(device)
     chip = torch.cuda.get_device_name(device)
     with torch.inference_mode():
-        model = step.model(1, device)
+        model = step.model(COMPILED_LAYERS, device)
         cache = model.new_cache(step.case.batch + 1, CONTEXT + 64)
         for shape, config in tries:
             try:
-                step.captured(model, cache, Table(chip, {**Table.of(chip).rows, shape: config}))()
+                step.captured(model, cache, Table(chip, {**Table.of(chip).rows, shape: config}))
             except Exception as error:
                 if not _too_much(error):
                     raise
-        torch.cuda.synchronize()
 
 
 def tuned(

@@ -1,11 +1,8 @@
 """The explorer as one file: the answers to everything that it offers, computed before. No torch here."""
 
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from multiprocessing import active_children, get_context
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from ladder.explore.measured import Measured
 from ladder.explore.page import page
 from ladder.files import check_file, write_text
 from ladder.perf.plan import SWEEPS
+from ladder.progress import workers
 
 MOST = 5000  # settings: the file has all of their answers
 ALPHAS = tuple(SWEEPS["link"][::2])  # of a curve: fewer than those of a server
@@ -45,30 +43,6 @@ def write(offer: Offer, inputs: Sequence[Path], path: Path, progress: Progress) 
             progress(done, len(choices), "predicting")
     write_text(path, page(offer, found))
     return len(choices)
-
-
-@contextmanager
-def workers(count: int) -> Iterator[Callable[..., Future[Any]]]:
-    """A function that has other processes work. Whatever ends the block early ends them at once: a pool by itself
-    completes all that was submitted. Ctrl-C reaches this process alone, which ends the others.
-    """
-    others = set(active_children())
-    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-
-        def submit(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # which a new process keeps
-            try:
-                return pool.submit(work, *arguments)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-        try:
-            yield submit
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(active_children()) - others:
-                worker.terminate()
-            raise
 
 
 def answered(offer: Offer, inputs: Sequence[Path], choices: Sequence[Choice]) -> Found:

@@ -159,8 +159,8 @@ def asked_for(base, first, second, drift1, drift2, at, inside, SUMS: tl.constexp
 
 @triton.jit
 def added_up(terms, saved, at, inside, save, SUMS: tl.constexpr, DRIFTS: tl.constexpr):
-    """base + sums + drifts. base + sums is kept where `save` says so: no load should come after that, since it is made
-    to wait for a store that it might have to see.
+    """base + sums + drifts. base + sums is kept where `save` says so: no other terms should be asked for after that,
+    since a load is made to wait for a store that it might have to see.
     """
     x, one, other, local, newer = terms
     x = x.to(tl.float32)

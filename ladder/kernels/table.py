@@ -296,7 +296,8 @@ def candidates(shape: Shape, alone: Config = None) -> list[Config]:
         ahead = ((3, 0), (5, 0), (3, 1), (5, 1))
         found += [Split(s, p, w, *each) for s in (1, 2, 4, 8, 16) for p, w in tiles for each in ahead]
     elif isinstance(known, Gemv):
-        for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2}):
+        most = 4 if shape.bits else 2  # a quantized weight's rows are short
+        for rows in sorted({max(1, known.rows // 2), known.rows, known.rows * 2, known.rows * most}):
             found += [Gemv(rows, w, p, s) for w, p in ((4, 256), (8, 256), (8, 128), (16, 128)) for s in (3, 4, 5)]
     elif isinstance(known, SmallGemm) and shape.bits:
         every = product((32, 64), (64, 128), (1, 4, 8) if shape.splittable else (1,), (3, 4, 5), (4, 8))

@@ -213,7 +213,7 @@ class CacheBuilder:
         left = [at for at, done in enumerate(before) if not done][ranks.rank :: ranks.size]
         rest = ranks.size * len(left)
         teacher = OnlineTeacher(model)
-        with torch.no_grad(), ExitStack() as stack:
+        with ExitStack() as stack:
             files = {name: stack.enter_context((self._folder / name).open("r+b")) for name in (*KINDS, DONE)}
             for some in (left[at : at + _FLUSH_EVERY] for at in range(0, len(left), _FLUSH_EVERY)):
                 for at in some:

@@ -288,7 +288,8 @@ class LadderTrainer(Trainer):  # type: ignore[misc]
 
     def _chunk_scores(self, logits: Tensor, wanted: Tensor | None, targets: Tensor) -> Tensor:
         own, real = wide_log_probs(logits), targets != IGNORED
-        nats = -own.gather(-1, targets.where(real, 0).unsqueeze(-1)).squeeze(-1)[real].double().sum()
+        likelihoods = own.gather(-1, targets.where(real, 0).unsqueeze(-1)).squeeze(-1)
+        nats = -likelihoods.where(real, 0).double().sum()
         kl = agree = nats.new_zeros(())
         if wanted is not None:
             kl = kl_terms(wide_log_probs(wanted), own).sum()
