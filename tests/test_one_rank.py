@@ -18,7 +18,7 @@ from ladder.bench.model import Case, FusedModel, configure, random_model
 from ladder.bench.one_rank import MEASUREMENTS, WIRINGS, bound_ms, spread, two_lanes_ms
 from ladder.bench.trace import step_trace
 from ladder.bench.trace.step_trace import kernels_of, step_of
-from ladder.bench.tune import tuned
+from ladder.bench.tune import PROCESS_BYTES, DecodeStep, compile_all, tuned
 from ladder.comm.base import Solo
 from ladder.comm.link import LINKS, Link
 from ladder.comm.one_rank import LibraryRank, OneRank
@@ -379,6 +379,22 @@ def test_a_program_that_refuses_says_one_sentence() -> None:
     done = subprocess.run([sys.executable, "-m", "ladder.bench.one_rank", "nonsense"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("one_rank: unknown measurement 'nonsense'"), done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the processes find a GPU, and compile")
+def test_tuning_goes_on_without_the_processes_that_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which fail here, as there is no GPU; and none is started where the GPU's memory has no room for two."""
+    step = DecodeStep(Case("tiny", 1), "none", None, 1)
+    shape = Shape("row", 1, 64, 64)
+    tries, device = [(shape, config) for config in candidates(shape)], torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    for free, warnings in ((PROCESS_BYTES, 0), (2 * PROCESS_BYTES, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, free))
+        compile_all(step, tries, device)
+        assert len(caplog.records) == warnings
+    assert caplog.records[0].getMessage().startswith("configurations are compiled one after the other")
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or not PRESENT, reason="for machines without a GPU")

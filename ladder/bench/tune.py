@@ -126,7 +126,7 @@ def tune(
                 try:
                     found, logits = timed()
                 except Exception as error:  # too much shared memory, too many registers: not for this chip
-                    if not _too_much(error):
+                    if not _out_of_resources(error):
                         raise
                     continue
                 wrong = (logits - expected).norm() / expected.norm()
@@ -139,7 +139,7 @@ def tune(
         yield from Table(chip, kept).lines()
 
 
-def _too_much(error: Exception) -> bool:
+def _out_of_resources(error: Exception) -> bool:
     return "out of resource" in str(error).lower()
 
 
@@ -168,7 +168,7 @@ def _compile(step: DecodeStep, tries: Sequence[tuple[Shape, Config]], device: to
             try:
                 step.captured(model, cache, Table(chip, {**Table.of(chip).rows, shape: config}))
             except Exception as error:
-                if not _too_much(error):
+                if not _out_of_resources(error):
                     raise
 
 
